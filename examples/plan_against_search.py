@@ -23,10 +23,10 @@ from lightning_fasttrain.bench.ladder.process import without_paths
 from lightning_fasttrain.core.files.atomic_write import write_atomic
 from lightning_fasttrain.core.machine import hardware, versions
 from lightning_fasttrain.core.messages import log
-from lightning_fasttrain.planner.candidates.search_space import find_axes
+from lightning_fasttrain.planner.candidates import find_axes
 from lightning_fasttrain.planner.timing import Stopwatch
 from lightning_fasttrain.technique import Exactness
-from lightning_fasttrain.technique.facts import facts_of_machine
+from lightning_fasttrain.technique.declarations import facts_of_machine
 
 MODELS = {
     "GPT": reference_models.gpt("nano", batch=4),

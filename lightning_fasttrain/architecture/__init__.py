@@ -1,7 +1,7 @@
 """Techniques that change the model's architecture: what it computes in training, or which parameters it has.
 
-From the bottom up: ``auxiliary_loss``, ``expert_layers``, ``residual_form``, ``search``, ``token_arguments``,
-``drop_bias_before_norm``, ``init_residual``, ``mixture_of_depths``, ``stochastic_depth``, ``upcycling``.
+From the bottom up: ``auxiliary_loss``, ``expert_layers``, ``residual_form``, ``drop_bias_before_norm``, ``find_mlps``,
+``init_residual``, ``mixture_of_depths``, ``stochastic_depth``, ``upcycling``.
 """
 
 from typing import TYPE_CHECKING

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.core.modules.recomputed_forward import RecomputedForward, nodes_between
+from lightning_fasttrain.core.modules.recomputation import RecomputedForward, nodes_between
 from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, replaced_forward
 
 # Nodes of the autograd graph whose output has the gradient of their first input, up to its shape.

@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 
+from lightning_fasttrain.architecture.find_mlps import choose_blocks
 from lightning_fasttrain.architecture.residual_form import (
     ResidualForm,
     find_hidden,
@@ -14,10 +15,8 @@ from lightning_fasttrain.architecture.residual_form import (
     first_output,
     replace_output,
 )
-from lightning_fasttrain.architecture.search.chosen_blocks import choose_blocks
 from lightning_fasttrain.core.checks import PositiveShare, check_arguments
-from lightning_fasttrain.core.modules.blocks import Blocks
-from lightning_fasttrain.core.modules.key_value_cache import disable_cache_
+from lightning_fasttrain.core.modules.blocks import Blocks, disable_cache_
 from lightning_fasttrain.core.modules.select import as_list
 from lightning_fasttrain.core.modules.wrapped_forward import (
     Undo,
@@ -28,8 +27,7 @@ from lightning_fasttrain.core.modules.wrapped_forward import (
     wrapper_on,
 )
 from lightning_fasttrain.technique import Capability, Conflict, Exactness, Surgery, Technique
-from lightning_fasttrain.technique.facts import Facts, why_no_blocks
-from lightning_fasttrain.technique.predicted_step import PredictedStep
+from lightning_fasttrain.technique.declarations import Facts, PredictedStep, why_no_blocks
 
 Mode = Literal["batch", "row"]
 

@@ -8,18 +8,15 @@ from torch import Tensor, nn
 
 from lightning_fasttrain.architecture.auxiliary_loss import conflicts_of_losses, train_auxiliary_losses_
 from lightning_fasttrain.architecture.expert_layers import ExpertLinear, ExpertRouter, RefuseBetween, Role
-from lightning_fasttrain.architecture.search.chosen_blocks import choose_blocks
-from lightning_fasttrain.architecture.search.find_mlps import Mlp, find_mlps
+from lightning_fasttrain.architecture.find_mlps import Mlp, choose_blocks, find_mlps
 from lightning_fasttrain.core.checks import NonNegativeFloat, PositiveInt, check_arguments
 from lightning_fasttrain.core.host.late_parameters import notices_late_parameters
 from lightning_fasttrain.core.messages import explain, list_some, number_of
 from lightning_fasttrain.core.modules.blocks import Blocks
-from lightning_fasttrain.core.modules.layer_kinds import CONV1D, is_a
-from lightning_fasttrain.core.modules.select import as_list, find_skipped
+from lightning_fasttrain.core.modules.select import CONV1D, as_list, find_skipped, is_a
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.technique import Capability, Conflict, Exactness, Surgery, Technique
-from lightning_fasttrain.technique.facts import Facts, why_no_blocks
-from lightning_fasttrain.technique.predicted_step import PredictedStep
+from lightning_fasttrain.technique.declarations import Facts, PredictedStep, why_no_blocks
 from lightning_fasttrain.technique.weight_averages import conflict_with_early_averages, refuse_average_before
 
 _ADDED = "experts are added"

@@ -16,7 +16,7 @@ from lightning_fasttrain.core.machine import (
     processor_name,
     usable_cores,
 )
-from lightning_fasttrain.technique.facts import find_compiler, has_python_headers
+from lightning_fasttrain.technique.declarations import find_compiler, has_python_headers
 
 Status = Literal["ok", "missing", "not here"]
 

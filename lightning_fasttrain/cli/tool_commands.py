@@ -67,8 +67,7 @@ def draw_schedule(options: argparse.Namespace) -> None:
     """Run ``fasttrain schedule``: a learning rate over a run, drawn before it is run."""
     from rich.console import Console
 
-    from lightning_fasttrain.optim.schedule.picture import draw_text, sample_rates, save_picture
-    from lightning_fasttrain.optim.schedule.schedule_shapes import read_request
+    from lightning_fasttrain.optim.schedule.schedule_shapes import draw_text, read_request, sample_rates, save_picture
 
     marks = [mark for mark in options.at.split(",") if mark]
     with refusing(ValueError, OSError, ModuleNotFoundError):
@@ -141,7 +140,7 @@ def _find_idle(name: str) -> str | None:
     """Return why a technique has no effect on this machine; None if it may have one."""
     from lightning_fasttrain.planner.catalogue import class_named
     from lightning_fasttrain.technique import Technique
-    from lightning_fasttrain.technique.facts import facts_of_machine
+    from lightning_fasttrain.technique.declarations import facts_of_machine
 
     technique = class_named(name)
     assert issubclass(technique, Technique)

@@ -25,9 +25,8 @@ if TYPE_CHECKING:
     from lightning_fasttrain.data.normalizer.count_targets import count_next_tokens, count_targets
     from lightning_fasttrain.data.normalizer.find_count import find_count
     from lightning_fasttrain.data.normalizer.read_normalizers import Normalizers, read_normalizers
-    from lightning_fasttrain.data.out_of_memory.retry_with_smaller_micro_batches import split_until_it_fits
-    from lightning_fasttrain.data.padding.check_documents import check_documents
-    from lightning_fasttrain.data.padding.pack import PackedDocuments, pack
+    from lightning_fasttrain.data.out_of_memory import split_until_it_fits
+    from lightning_fasttrain.data.padding.pack import PackedDocuments, check_documents, pack
     from lightning_fasttrain.data.padding.packed_forward import remove_padding_
     from lightning_fasttrain.data.padding.padding_free import PaddingFree, check_padding_free
     from lightning_fasttrain.data.padding.trim_search import TrimPadding

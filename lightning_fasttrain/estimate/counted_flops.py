@@ -23,7 +23,7 @@ from lightning_fasttrain.predict.fake_model import Factory, fake_batch, fake_mod
 from lightning_fasttrain.predict.operators.data_dependent_values import AssumedNumbers
 from lightning_fasttrain.predict.predict_memory import Loss, explaining_errors, forward_of
 from lightning_fasttrain.technique import Surgery, Technique
-from lightning_fasttrain.technique.predicted_step import PredictedStep
+from lightning_fasttrain.technique.declarations import PredictedStep
 from lightning_fasttrain.technique.technique import find_surgeons
 
 _aten = torch.ops.aten

@@ -30,7 +30,7 @@ from lightning_fasttrain.estimate.training_estimate import LawEstimate, Speed, T
 from lightning_fasttrain.predict.fake_model import Factory, fake_model
 from lightning_fasttrain.predict.predict_memory import PRECISIONS, Loss
 from lightning_fasttrain.technique import Technique
-from lightning_fasttrain.technique.predicted_step import PredictedStep
+from lightning_fasttrain.technique.declarations import PredictedStep
 from lightning_fasttrain.technique.technique import find_surgeons
 
 ASSUMED_MFU = 0.4

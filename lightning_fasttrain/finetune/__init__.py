@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from lightning_fasttrain.core.modules.heads import find_heads
     from lightning_fasttrain.core.modules.parameters import count_parameters
     from lightning_fasttrain.finetune.account_bytes import ByteAccount, account_bytes
-    from lightning_fasttrain.finetune.adapters.adapter_checkpoints import trained_names, trained_state
     from lightning_fasttrain.finetune.adapters.add_adapter import (
         adapter_names,
         add_adapter_,
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
         use_adapter_,
     )
     from lightning_fasttrain.finetune.adapters.base_model import base_model, enable_adapters_, unload_adapters_
-    from lightning_fasttrain.finetune.adapters.lora import IA3, Adapter, LoRA
+    from lightning_fasttrain.finetune.adapters.lora import IA3, Adapter, LoRA, trained_names, trained_state
     from lightning_fasttrain.finetune.adapters.merge import MergeReport, merge_adapters_, unmerge_adapters_
     from lightning_fasttrain.finetune.adapters.qlora import QLoRA
     from lightning_fasttrain.finetune.files.adapter_files import load_adapter_, save_adapter

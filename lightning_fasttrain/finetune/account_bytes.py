@@ -9,10 +9,9 @@ from torch import Tensor, nn
 from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.messages import list_some
 from lightning_fasttrain.core.modules.heads import find_heads
-from lightning_fasttrain.core.modules.layer_kinds import base_of
-from lightning_fasttrain.core.modules.select import group_by_reason
+from lightning_fasttrain.core.modules.select import base_of, group_by_reason
 from lightning_fasttrain.finetune.adapters.add_adapter import adapter_parameters
-from lightning_fasttrain.finetune.quantized.quantizable import sort_out
+from lightning_fasttrain.finetune.quantized.quantized_base import sort_out
 from lightning_fasttrain.finetune.quantized.quantized_layer import in_8_bits, is_quantized, quantization_of
 from lightning_fasttrain.finetune.selection.base_fingerprint import is_torchaos
 from lightning_fasttrain.finetune.selection.qualified_names import prefix_of

@@ -3,8 +3,7 @@
 ``min_snr_weights`` weights the loss of a diffusion model instead.
 
 From the bottom up: ``chunked``, ``deferred_logits``, ``logit_losses``, ``linear_cross_entropy``,
-``linear_kl_divergence``, ``loss_inputs``, ``watched_logits``, ``fused_loss_head``, ``teacher``, ``distillation``,
-``min_snr_weights``.
+``linear_kl_divergence``, ``loss_inputs``, ``fused_loss_head``, ``teacher``, ``distillation``, ``min_snr_weights``.
 """
 
 from typing import TYPE_CHECKING

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_fasttrain.core.device import kernels_of
-from lightning_fasttrain.core.modules.first_derivatives import refuse_second_derivative
+from lightning_fasttrain.core.modules.recomputation import refuse_second_derivative
 
 # Whole tiles of matrix kernels; beyond 4,096 rows a chunk takes memory and gains hardly any speed.
 _STEP, _MOST = 128, 4096

@@ -44,7 +44,7 @@ from lightning_fasttrain.loss.loss_inputs import (
 )
 from lightning_fasttrain.loss.teacher import AnyTeacher, Teacher, load_teacher
 from lightning_fasttrain.technique import Conflict, Exactness, Surgery, Technique
-from lightning_fasttrain.technique.predicted_step import PredictedStep
+from lightning_fasttrain.technique.declarations import PredictedStep
 
 Features = Mapping[str, str | tuple[str, nn.Module]]
 Pairs = dict[str, tuple[str, nn.Module | None]]  # name in the student → name in the teacher, and the projection

@@ -19,7 +19,7 @@ from lightning_fasttrain.core.checks import (
     require,
 )
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.core.modules.first_derivatives import refuse_second_derivative, refuse_transforms
+from lightning_fasttrain.core.modules.recomputation import refuse_second_derivative, refuse_transforms
 from lightning_fasttrain.core.modules.split_vocabulary import (
     VocabularyShard,
     is_split_by_rows,

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from lightning_fasttrain.core.checks import PositiveFloat, PositiveInt, check_arguments, one_of, positive_int
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.core.modules.first_derivatives import refuse_transforms
+from lightning_fasttrain.core.modules.recomputation import refuse_transforms
 from lightning_fasttrain.loss.chunked import ChunkedLoss, OfChunk, at_least_float32, autocast_dtype, cast, chunk_size
 
 _NAME = "linear_kl_divergence or kl_divergence"

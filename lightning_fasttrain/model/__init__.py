@@ -2,8 +2,8 @@
 
 Activations that blocks save for the backward are recomputed or offloaded; blocks are compiled, or multiply in 8 bits.
 
-From the bottom up: ``kernels``, ``tiling``, ``offloaded_tensors``, ``checkpointed_forward``, ``activation_offload``,
-``activation_checkpointing``, ``compile``, ``memory_budget``.
+From the bottom up: ``kernels``, ``tiling``, ``activation_offload``, ``activation_checkpointing``, ``compile``,
+``memory_budget``.
 """
 
 from typing import TYPE_CHECKING

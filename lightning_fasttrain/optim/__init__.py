@@ -2,9 +2,8 @@
 
 Parameter groups are created here, too; optimizers selected by name are in ``named``.
 
-From the bottom up: ``clipping``, ``closure_optimizer``, ``eager_gradient_release``, ``fused_clipping``,
-``optimizer_in_backward``, ``parameter_groups``, ``schedule``, ``weight_ema``, ``galore``, ``galore_groups``,
-``named``.
+From the bottom up: ``clipping``, ``closure_optimizer``, ``eager_gradient_release``, ``optimizer_in_backward``,
+``parameter_groups``, ``schedule``, ``weight_ema``, ``galore``, ``galore_groups``, ``named``.
 """
 
 from typing import TYPE_CHECKING
@@ -13,9 +12,15 @@ from lightning_fasttrain.core.package import import_names_when_used
 
 import_names_when_used(__name__)
 if TYPE_CHECKING:
-    from lightning_fasttrain.optim.clipping import AdaptiveClipping, WeightClipping, clip_adaptively_, clip_weights_
+    from lightning_fasttrain.optim.clipping import (
+        AdaptiveClipping,
+        FusedClipping,
+        WeightClipping,
+        allow_fused_clipping_,
+        clip_adaptively_,
+        clip_weights_,
+    )
     from lightning_fasttrain.optim.eager_gradient_release import EagerGradientRelease, release_gradients_
-    from lightning_fasttrain.optim.fused_clipping import FusedClipping, allow_fused_clipping_
     from lightning_fasttrain.optim.galore import GaLoreAdamW
     from lightning_fasttrain.optim.galore_groups import galore_groups, galore_state_bytes
     from lightning_fasttrain.optim.named.build_optimizer import NamedOptimizer, build_optimizer

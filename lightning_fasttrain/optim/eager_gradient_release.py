@@ -12,8 +12,7 @@ from lightning_fasttrain.core.host.lightning import accumulation_continues
 from lightning_fasttrain.core.messages import note_once
 from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.technique import Conflict, Setting, Technique
-from lightning_fasttrain.technique.facts import Facts
-from lightning_fasttrain.technique.predicted_step import PredictedStep
+from lightning_fasttrain.technique.declarations import Facts, PredictedStep
 
 
 @check_arguments

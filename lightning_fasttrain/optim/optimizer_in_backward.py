@@ -20,8 +20,7 @@ from lightning_fasttrain.core.host.lightning import plain_optimizer
 from lightning_fasttrain.core.messages import explain, warn
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.technique import Capability, Conflict, Exactness, Setting, Technique
-from lightning_fasttrain.technique.facts import Facts
-from lightning_fasttrain.technique.predicted_step import PredictedStep
+from lightning_fasttrain.technique.declarations import Facts, PredictedStep
 
 _LATE_HOOKS = ("on_after_backward", "on_before_optimizer_step")
 

@@ -17,9 +17,9 @@ from lightning_fasttrain.core.host.lightning import FabricModule
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.parameters import local_part, names_of_parameters
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
-from lightning_fasttrain.core.state.by_parameter import BY_PARAMETER
+from lightning_fasttrain.core.state.select_entries import BY_PARAMETER
 from lightning_fasttrain.technique import Capability, Conflict, Technique
-from lightning_fasttrain.technique.predicted_step import PredictedStep
+from lightning_fasttrain.technique.declarations import PredictedStep
 
 _WHOLE = "each rank holds a shard of them without their shape"
 _IN_SHARDS = "its checkpoints cannot hold an average in shards"

@@ -19,7 +19,7 @@ from lightning_fasttrain.core.host.lightning import training_loader
 from lightning_fasttrain.core.machine import hardware, versions
 from lightning_fasttrain.core.messages import explain, say, warn
 from lightning_fasttrain.dry_run.rehearsal.peek_batches import combine, reading_ahead
-from lightning_fasttrain.planner.candidates.configuration import Choice
+from lightning_fasttrain.planner.candidates import Choice
 from lightning_fasttrain.planner.make_plan import make_plan
 from lightning_fasttrain.planner.plan import Plan
 from lightning_fasttrain.technique import Exactness, Technique

@@ -14,9 +14,7 @@ from lightning_fasttrain.core.device import GIB, free_bytes
 from lightning_fasttrain.core.machine import bf16_units
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.dry_run.verification.verify import as_lightning_module
-from lightning_fasttrain.planner.candidates.configuration import Choice, switch_of
-from lightning_fasttrain.planner.candidates.predicted_memory import PredictedMemory
-from lightning_fasttrain.planner.candidates.search_space import find_axes
+from lightning_fasttrain.planner.candidates import Choice, PredictedMemory, find_axes, switch_of
 from lightning_fasttrain.planner.catalogue import code_of
 from lightning_fasttrain.planner.plan import Plan, Tried
 from lightning_fasttrain.planner.search import Search
@@ -25,7 +23,7 @@ from lightning_fasttrain.planner.suggestions import suggest_leaner_optimizer, su
 from lightning_fasttrain.planner.timing import Costs, Stopwatch, assume_costs
 from lightning_fasttrain.predict.predict_memory import DEVICES, PRECISIONS
 from lightning_fasttrain.technique import Exactness
-from lightning_fasttrain.technique.facts import Facts, describe_clipping, facts_of_machine
+from lightning_fasttrain.technique.declarations import Facts, describe_clipping, facts_of_machine
 
 _SHARE, _MOST_SECONDS = 0.02, 30.0  # of a run's time that measuring may take by default
 _ROOM = 0.95  # of the limit on a GPU: fragmentation and libraries are not predicted

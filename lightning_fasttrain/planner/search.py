@@ -10,9 +10,7 @@ from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.wrapped_forward import first_line
 from lightning_fasttrain.data.padding.trim_search import TrimSearch
-from lightning_fasttrain.planner.candidates.configuration import Budget, Choice
-from lightning_fasttrain.planner.candidates.predicted_memory import PredictedMemory
-from lightning_fasttrain.planner.candidates.search_space import Axes
+from lightning_fasttrain.planner.candidates import Axes, Budget, Choice, PredictedMemory
 from lightning_fasttrain.planner.plan import TELLS, Tried, is_decided, simplest_of_equals_first, why_slower
 from lightning_fasttrain.planner.timing import Costs, Stopwatch, Timed, assume_factor
 

@@ -6,7 +6,7 @@ from typing import Any
 import lightning as L
 
 from lightning_fasttrain.dry_run.verification.short_run import quietly
-from lightning_fasttrain.planner.candidates.configuration import Choice
+from lightning_fasttrain.planner.candidates import Choice
 from lightning_fasttrain.strategy.choose_strategy import (
     CANDIDATES,
     Candidate,

@@ -16,7 +16,7 @@ from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.parameters import bytes_of, trained_parameters
 from lightning_fasttrain.predict.allocation_trace import FOR_EVER, Allocation
 from lightning_fasttrain.predict.sharded_model import ShardsFakeModel, sharded
-from lightning_fasttrain.technique.predicted_step import PredictedStep
+from lightning_fasttrain.technique.declarations import PredictedStep
 
 _STREAMS = "Gathers and computation are assumed to share memory, as on one CUDA stream."
 _FORMULAS = (

@@ -36,7 +36,7 @@ from lightning_fasttrain.predict.one_rank import OneRank
 from lightning_fasttrain.predict.operators.data_dependent_values import AssumedArrays, AssumedNumbers
 from lightning_fasttrain.predict.traced_step import lend_optimizers, step_as_trainer, step_by_itself
 from lightning_fasttrain.technique import Technique, check_together
-from lightning_fasttrain.technique.predicted_step import PredictedStep
+from lightning_fasttrain.technique.declarations import PredictedStep
 
 PRECISIONS: dict[str, Callable[[], Precision]] = {
     "32-true": Precision,

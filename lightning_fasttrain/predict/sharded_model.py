@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.parameters import quantized_tensors
-from lightning_fasttrain.technique.predicted_step import PredictedStep
+from lightning_fasttrain.technique.declarations import PredictedStep
 
 STEP = "_predicted_step"  # method of a model, while it is sharded for a prediction
 

@@ -20,7 +20,7 @@ from lightning_fasttrain.data.step_gradients import sum_gradients_in_float32
 from lightning_fasttrain.optim import release_gradients_
 from lightning_fasttrain.optim.named.host_optimizer import HostOptimizer
 from lightning_fasttrain.predict.allocation_trace import AllocationTrace
-from lightning_fasttrain.technique.predicted_step import PredictedStep
+from lightning_fasttrain.technique.declarations import PredictedStep
 
 Forward = Callable[[Any], Any]
 

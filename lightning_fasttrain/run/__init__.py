@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from lightning_fasttrain.run.garbage_collection import GarbageCollection, freeze_survivors
     from lightning_fasttrain.run.guards.finite_guard import FiniteGuard, FiniteSteps, refuse_unfinite
     from lightning_fasttrain.run.guards.hang_watch import HangWatch
-    from lightning_fasttrain.run.guards.preemption import Preemption
-    from lightning_fasttrain.run.guards.preemption_flag import PreemptionFlag
+    from lightning_fasttrain.run.guards.preemption import Preemption, PreemptionFlag
     from lightning_fasttrain.run.guards.spike_guard import SpikeGuard, SteadySteps
     from lightning_fasttrain.run.guards.watchdog import ProgressWatch
     from lightning_fasttrain.run.profiling.gradient_noise_scale import GradientNoiseScale

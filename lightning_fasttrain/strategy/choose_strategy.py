@@ -33,7 +33,7 @@ from lightning_fasttrain.strategy.traffic import Moved, Traffic
 from lightning_fasttrain.strategy.zero.zero_states import Held, ZeROSizes, ZeROStage, held_by, usual_sizes
 from lightning_fasttrain.strategy.zero.zero_strategy import ZeROStrategy
 from lightning_fasttrain.technique import Surgery, Technique
-from lightning_fasttrain.technique.predicted_step import PredictedStep
+from lightning_fasttrain.technique.declarations import PredictedStep
 
 # The simplest strategy first, which decides between those that move about as many bytes. Stage 0 of ZeRO is DDP.
 CANDIDATES = ("ddp", "fsdp2", "zero-1", "zero-2", "zero-3", "fsdp2+offload", "zero-2+offload", "zero-3+offload")

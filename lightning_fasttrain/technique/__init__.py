@@ -2,8 +2,8 @@
 
 A technique bases its advice on :class:`Facts` and describes its effect on memory in a :class:`PredictedStep`.
 
-From the bottom up: ``arguments``, ``declarations``, ``duration``, ``explanation``, ``facts``, ``predicted_step``,
-``run_summary``, ``technique``, ``run_length``, ``weight_averages``.
+From the bottom up: ``declarations``, ``explanation``, ``technique``, ``duration``, ``weight_averages``,
+``run_length``.
 """
 
 from typing import TYPE_CHECKING
@@ -12,9 +12,15 @@ from lightning_fasttrain.core.package import import_names_when_used
 
 import_names_when_used(__name__)
 if TYPE_CHECKING:
-    from lightning_fasttrain.technique.declarations import Capability, Conflict, Exactness, Setting, Surgery
-    from lightning_fasttrain.technique.facts import Facts
-    from lightning_fasttrain.technique.predicted_step import PredictedStep
+    from lightning_fasttrain.technique.declarations import (
+        Capability,
+        Conflict,
+        Exactness,
+        Facts,
+        PredictedStep,
+        Setting,
+        Surgery,
+    )
     from lightning_fasttrain.technique.technique import Technique, apply, check_together
 
 __all__ = [

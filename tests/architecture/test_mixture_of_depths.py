@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.architecture.token_arguments import take_tokens
+from lightning_fasttrain.architecture.mixture_of_depths import take_tokens
 from lightning_fasttrain.bench.gpt import GPT, GPTConfig
 from lightning_fasttrain.core.modules.wrapped_forward import replaced_forward
 from tests.support.nets import (

@@ -19,8 +19,7 @@ from lightning_fasttrain.core.files.checkpoint_folder import (
     checkpoint_folder,
     verify_checkpoint,
 )
-from lightning_fasttrain.core.files.newest_checkpoint import newest_checkpoint
-from lightning_fasttrain.core.files.run_mark import KEY, RunMark
+from lightning_fasttrain.core.files.newest_checkpoint import KEY, RunMark, newest_checkpoint
 from lightning_fasttrain.core.files.safe_load import CorruptCheckpoint
 
 

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 import lightning_fasttrain as ft
 from lightning_fasttrain.data.normalizer.find_split import CannotSplitError
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit, OtherSplitError
-from lightning_fasttrain.data.normalizer.trial import looks
-from lightning_fasttrain.data.normalizer.trial.looks import Looks
-from lightning_fasttrain.data.normalizer.trial.try_split import Stage
-from lightning_fasttrain.data.trunk import batch_search
-from lightning_fasttrain.data.trunk.batch_search import BatchSearch, guess_split, is_guess
+from lightning_fasttrain.data.normalizer.trial import try_split
+from lightning_fasttrain.data.normalizer.trial.try_split import Looks, Stage
+from lightning_fasttrain.data.trunk import find_trunk
+from lightning_fasttrain.data.trunk.find_trunk import BatchSearch, guess_split, is_guess
 from tests.support.nets import Gradients, as_loader, gradients, largest_difference, trainer
 
 BATCHES = 4
@@ -54,7 +53,7 @@ def batches(mixed_from: int) -> list[tuple[Tensor, Tensor]]:
 def clock(monkeypatch):
     """A clock that advances on request only, so that checks take no time."""
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(looks, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(try_split, "time", SimpleNamespace(monotonic=lambda: clock.now))
     return clock
 
 
@@ -154,7 +153,7 @@ def test_an_inconclusive_batch_does_not_change_the_split():
 
 def test_with_sharded_parameters_no_rank_searches_alone(monkeypatch):
     """Such a rank would wait for the others in its first forward, and they for it in theirs."""
-    monkeypatch.setattr(batch_search, "rank_count", lambda: 2)
+    monkeypatch.setattr(find_trunk, "rank_count", lambda: 2)
     stage = Stage(lambda batch: pytest.fail("it ran"), gradients=False)
     search = BatchSearch(stage, None, 2)
     with pytest.raises(CannotSplitError, match=r"another term.*a single rank cannot run a batch again"):

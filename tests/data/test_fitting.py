@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.data.out_of_memory.deferred_gradient_sync import together_of
+from lightning_fasttrain.data.out_of_memory import together_of
 from tests.data.fitting_scenarios import FITS, SHORTAGES
 from tests.support.nets import TinyLM, as_loader, fit, largest_difference, lm_batches, trainer, weights
 from tests.support.ranks import run_ranks

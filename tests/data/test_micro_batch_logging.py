@@ -16,7 +16,7 @@ from torchmetrics import MeanMetric, Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.data.closure import split_search
+from lightning_fasttrain.data.closure import micro_batch_closure
 from lightning_fasttrain.data.closure.micro_batch_logging import LogCall
 from lightning_fasttrain.data.normalizer.step_weights import DeferredFlag
 from tests.support.nets import VOCAB, TinyLM, as_loader, heard, largest_difference, sgd, trainer, weights
@@ -242,7 +242,7 @@ class LateFlag(DeferredFlag):
 
 def test_values_on_a_device_are_compared_there_and_settled_in_a_later_batch(monkeypatch):
     monkeypatch.setattr(LogCall, "is_on_host", False)
-    monkeypatch.setattr(split_search, "DeferredFlag", LateFlag)
+    monkeypatch.setattr(micro_batch_closure, "DeferredFlag", LateFlag)
     assert is_settled_in_time()
 
 

@@ -12,10 +12,9 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.core.batch.find_padding import propose_padding
-from lightning_fasttrain.core.batch.group_rows import group_rows, group_rows_evenly
-from lightning_fasttrain.core.batch.padded_axes import PaddedAxis, Padding
-from lightning_fasttrain.data.padding.trim_batch import trim_batch
+from lightning_fasttrain.core.batch.padded_axes import PaddedAxis, Padding, propose_padding
+from lightning_fasttrain.core.batch.padding_share import group_rows, group_rows_evenly
+from lightning_fasttrain.data.padding.try_trimming import trim_batch
 from tests.support.nets import TinyLM, fit
 
 LENGTHS = [3, 12, 5, 24, 2, 7, 9, 4]

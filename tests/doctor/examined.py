@@ -13,7 +13,7 @@ from lightning.fabric.utilities import registry
 
 from lightning_fasttrain.cli import examined_script
 from lightning_fasttrain.cli.rehearsal.run_script import RESULT, write_entry_point
-from lightning_fasttrain.doctor.findings import compiler
+from lightning_fasttrain.doctor.findings import operators
 from lightning_fasttrain.doctor.observation import source_lines
 
 MARK = "# <-"
@@ -68,7 +68,7 @@ def examine_script(code: str, folder: Path, monkeypatch, steps: int = 8, warmup:
     monkeypatch.setattr(examined_script, "_examinations", [])
     # The modules of other tests are not the user's.
     user_files = source_lines.user_files
-    for module in (source_lines, compiler):
+    for module in (source_lines, operators):
         monkeypatch.setattr(module, "user_files", lambda: [one for one in user_files() if one == str(script)])
     # Other tests look through all that is installed once only.
     monkeypatch.setattr(registry, "entry_points", importlib.metadata.entry_points)

@@ -12,10 +12,10 @@ from torch.nn import functional as F
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.core.messages import note_once
-from lightning_fasttrain.core.modules.without_dropout import without_dropout
+from lightning_fasttrain.core.modules.wrapped_forward import without_dropout
 from lightning_fasttrain.dry_run.verification.digest import draw_signs, take_digest
 from lightning_fasttrain.dry_run.verification.short_run import quietly
-from lightning_fasttrain.finetune.adapters import base_model, fast_path_weights
+from lightning_fasttrain.finetune.adapters import add_adapter, base_model
 from lightning_fasttrain.finetune.selection import float32_adapters
 from tests.support.nets import TinyLM, as_loader, lm_batches, weights
 
@@ -354,7 +354,7 @@ def test_adapters_missing_in_evaluation_are_found(monkeypatch):
 
     lora = ft.LoRA(rank=2, targets=["linear1"])
     assert verify([lora], Classifier(net, loss), rows_of_numbers()).ok
-    monkeypatch.setattr(fast_path_weights.SlowPath, "__call__", lambda self, *a, **k: self.inner(*a, **k))
+    monkeypatch.setattr(add_adapter.SlowPath, "__call__", lambda self, *a, **k: self.inner(*a, **k))
     verified = verify([lora], Classifier(net, loss), rows_of_numbers())
     assert "Training and evaluation see different models" in tail(verified)
 

@@ -13,8 +13,8 @@ import lightning_fasttrain as ft
 from lightning_fasttrain.bench.gpt import GPT, GPTConfig
 from lightning_fasttrain.core.modules.wrapped_forward import without_rounding
 from lightning_fasttrain.finetune import QuantizedBase
-from lightning_fasttrain.model.kernels import eight_bit_products, low_precision_products
-from lightning_fasttrain.model.kernels.eight_bit_products import linear_in_8_bits, multiply_rows
+from lightning_fasttrain.model.kernels import low_precision_products
+from lightning_fasttrain.model.kernels.low_precision_products import linear_in_8_bits, multiply_rows
 from lightning_fasttrain.run import PeakMemory
 from tests.support.nets import TinyLM, fit, gradients, largest_difference, lm_batches, weights
 
@@ -69,11 +69,11 @@ def test_products_equal_those_of_manually_rounded_rows(kind):
 
 def test_integer_products_are_exact():
     first, second = factors()
-    left, left_scale = eight_bit_products.round_rows(first, "int8")
-    right, right_scale = eight_bit_products.round_rows(second, "int8")
+    left, left_scale = low_precision_products.round_rows(first, "int8")
+    right, right_scale = low_precision_products.round_rows(second, "int8")
     exact = (left.long() @ right.long().t()).double() * left_scale.double() * right_scale.double().t()
     assert (multiply_rows(first, second, "int8").double() - exact).abs().max() <= 1e-6 * exact.abs().max()
-    assert 127**2 * eight_bit_products._LONGEST < 2**31
+    assert 127**2 * low_precision_products._LONGEST < 2**31
 
 
 @each_kind
@@ -142,7 +142,7 @@ def test_the_error_for_normal_values_is_as_documented(kind):
 
 def test_rows_too_long_for_int32_are_summed_in_chunks(monkeypatch):
     first, second = factors(n=80)
-    monkeypatch.setattr(eight_bit_products, "_LONGEST", 32)
+    monkeypatch.setattr(low_precision_products, "_LONGEST", 32)
     chunks = [slice(0, 32), slice(32, 64), slice(64, 80)]
     expected = sum(by_hand(first[:, chunk], "int8") @ by_hand(second[:, chunk], "int8").t() for chunk in chunks)
     assert close(multiply_rows(first, second, "int8"), expected)
@@ -446,7 +446,7 @@ def test_memory_of_8_bit_products_is_predicted():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @each_kind
 def test_gpu_values_equal_the_cpus_and_a_large_layer_is_timed(kind):
-    if torch.cuda.get_device_capability() < eight_bit_products.FORMATS[kind].capability:
+    if torch.cuda.get_device_capability() < low_precision_products.FORMATS[kind].capability:
         pytest.skip("this GPU has no such tensor cores")
     first, second = factors()
     on_gpu = multiply_rows(first.cuda(), second.cuda(), kind).cpu()

@@ -19,7 +19,7 @@ from lightning_fasttrain.bench.gpt import GPTConfig, GPTModule
 from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.modules.wrapped_forward import is_compiled, replaced_forward
 from lightning_fasttrain.model import EveryBlock
-from lightning_fasttrain.model.checkpointed_forward import CheckpointedForward
+from lightning_fasttrain.model.activation_checkpointing import CheckpointedForward
 from lightning_fasttrain.model.memory_budget import block_profiler
 from lightning_fasttrain.model.memory_budget.block_cost import BlockCost, measure_block
 from lightning_fasttrain.model.memory_budget.checkpoint_plan import make_plan

@@ -19,19 +19,19 @@ from torch.utils.data import DataLoader
 import lightning_fasttrain as ft
 from lightning_fasttrain.core.device import free_bytes
 from lightning_fasttrain.planner.auto import count_batches, first_batch
-from lightning_fasttrain.planner.candidates.configuration import (
+from lightning_fasttrain.planner.candidates import (
     SWITCHES,
     Budget,
     Choice,
+    PredictedMemory,
+    find_axes,
     switch_of,
 )
-from lightning_fasttrain.planner.candidates.predicted_memory import PredictedMemory
-from lightning_fasttrain.planner.candidates.search_space import find_axes
 from lightning_fasttrain.planner.catalogue import code_of, config_of
 from lightning_fasttrain.planner.plan import is_decided, is_slower
 from lightning_fasttrain.planner.search import Search
 from lightning_fasttrain.planner.timing import Costs, Stopwatch, Timed, assume_costs, compare_times
-from lightning_fasttrain.technique.facts import facts_of_machine
+from lightning_fasttrain.technique.declarations import facts_of_machine
 from lightning_fasttrain.technique.technique import techniques_of
 from tests.support.nets import TinyLM, as_loader, lm_batches, trainer, weights
 

@@ -8,9 +8,7 @@ from torch.nn import functional as F
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.dry_run.verification.short_run import Steps, run_steps
-from lightning_fasttrain.planner.candidates.configuration import SWITCHES, Choice
-from lightning_fasttrain.planner.candidates.predicted_memory import PredictedMemory
-from lightning_fasttrain.planner.candidates.search_space import Axes
+from lightning_fasttrain.planner.candidates import SWITCHES, Axes, Choice, PredictedMemory
 from lightning_fasttrain.planner.make_plan import _describe_padding
 from lightning_fasttrain.planner.search import Search
 from lightning_fasttrain.planner.timing import Costs, Stopwatch, _Watch

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.bench.gpt import GPTConfig, GPTModule
-from lightning_fasttrain.predict.operators import operator_cache
+from lightning_fasttrain.predict import allocation_trace
 from tests.support.nets import TinyLM, lm_batches
 
 
@@ -20,12 +20,12 @@ class Cached(TorchDispatchMode):
     """Runs every operator through the cache and counts those that run."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return operator_cache.run_cached(func, args, kwargs or {})
+        return allocation_trace.run_cached(func, args, kwargs or {})
 
 
 @pytest.fixture(autouse=True)
 def _empty_cache(monkeypatch):
-    monkeypatch.setattr(operator_cache, "_cache", {})
+    monkeypatch.setattr(allocation_trace, "_cache", {})
 
 
 CALLS = {
@@ -111,8 +111,8 @@ def test_errors_are_raised_every_time():
 
 def test_operators_run_once_for_the_same_shapes(monkeypatch):
     ran = []
-    run = operator_cache._run_and_cache
-    monkeypatch.setattr(operator_cache, "_run_and_cache", lambda *call: ran.append(call[0]) or run(*call))
+    run = allocation_trace._run_and_cache
+    monkeypatch.setattr(allocation_trace, "_run_and_cache", lambda *call: ran.append(call[0]) or run(*call))
     for _ in range(2):
         with FakeTensorMode(), Cached():
             x = torch.empty(4, 6)
@@ -124,11 +124,11 @@ def test_operators_run_once_for_the_same_shapes(monkeypatch):
 
 
 def test_the_cache_does_not_grow_without_limit(monkeypatch):
-    monkeypatch.setattr(operator_cache, "MOST_ENTRIES", 10)
+    monkeypatch.setattr(allocation_trace, "MOST_ENTRIES", 10)
     with FakeTensorMode(), Cached():
         for size in range(40):
             assert (torch.empty(size, 2) + 1).shape == (size, 2)
-            assert 1 <= len(operator_cache._cache) <= 10
+            assert 1 <= len(allocation_trace._cache) <= 10
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

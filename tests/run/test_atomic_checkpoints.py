@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 import lightning_fasttrain as ft
 from lightning_fasttrain.core.files.safe_load import CorruptCheckpoint
 from lightning_fasttrain.run import AtomicCheckpointIO
-from lightning_fasttrain.run.checkpoint.checkpoint_disk_space import checkpoint_bytes
+from lightning_fasttrain.run.checkpoint.atomic_checkpoints import checkpoint_bytes
 from tests.support.nets import TinyLM, as_loader, largest_difference, lm_batches, trainer, weights
 from tests.support.ranks import Ranks
 

@@ -7,8 +7,7 @@ import time
 import pytest
 
 from lightning_fasttrain.run.guards.hang_watch import HangWatch
-from lightning_fasttrain.run.guards.rank_heartbeats import Position, describe
-from lightning_fasttrain.run.guards.watchdog import ProgressWatch
+from lightning_fasttrain.run.guards.watchdog import Position, ProgressWatch, describe
 from tests.support.guard_scenarios import TIMEOUT_S, run_scenarios
 from tests.support.nets import TinyLM, as_loader, lm_batches, trainer
 

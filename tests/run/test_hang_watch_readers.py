@@ -7,16 +7,16 @@ from tests.support.ranks import Ranks
 PROGRAM = """
 import sys, time
 import torch.distributed as dist
-from lightning_fasttrain.run.guards import rank_heartbeats, watchdog
+from lightning_fasttrain.run.guards import watchdog
 
 watchdog._READERS = 1
-read = rank_heartbeats.RankBoard.read
+read = watchdog.RankBoard.read
 
 def telling_read(board, *args):
     print(f"rank {board.rank} reads", flush=True)
     return read(board, *args)
 
-rank_heartbeats.RankBoard.read = telling_read
+watchdog.RankBoard.read = telling_read
 dist.init_process_group("gloo")
 with watchdog.ProgressWatch(timeout_s=0.5, first_timeout_s=0.5) as watch:
     watch.begin_step()

@@ -18,9 +18,8 @@ from lightning_fasttrain.run import (
     StepMeter,
     save_memory_record,
 )
-from lightning_fasttrain.run.profiling.memory_events import Change, Events, Place
 from lightning_fasttrain.run.profiling.memory_record import CATEGORIES, Allocation
-from lightning_fasttrain.run.profiling.memory_recording import _allocations, _Seen
+from lightning_fasttrain.run.profiling.memory_recording import Change, Events, Place, _allocations, _Seen
 from tests.support.nets import TinyLM, as_loader, fit, lm_batches
 
 DIM, ROWS = 64, 32

@@ -17,8 +17,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 from lightning_fasttrain import FastTrainWarning, TokenWeightedAccumulation
 from lightning_fasttrain.run import HangWatch, MemoryTimeline
-from lightning_fasttrain.run.guards.preemption import Preemption
-from lightning_fasttrain.run.guards.preemption_flag import PreemptionFlag, _let_children_exit
+from lightning_fasttrain.run.guards.preemption import Preemption, PreemptionFlag, _let_children_exit
 from tests.support.guard_scenarios import run_scenarios
 from tests.support.nets import TinyLM, as_loader, largest_difference, lm_batches, trainer, weights
 

@@ -22,7 +22,7 @@ from torch.utils.data import (
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.core.state.rng import random_state, set_random_state
-from lightning_fasttrain.run.checkpoint.loaders.loader_rng import generator_state, generators_of
+from lightning_fasttrain.run.checkpoint.loaders.dataset_state import generator_state, generators_of
 from lightning_fasttrain.run.checkpoint.loaders.resumable_loader import resumable
 
 EPOCHS = 3

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.precision import MixedPrecision
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.run.guards.running_limit import RunningLimit
+from lightning_fasttrain.run.guards.spike_guard import RunningLimit
 from tests.support.nets import TinyLM, as_loader, largest_difference, lm_batches, trainer, weights
 
 BATCHES = [{**batch, "times": torch.ones(6), "steep": torch.ones(6)} for batch in lm_batches(12)]

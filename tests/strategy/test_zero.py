@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.strategy.zero.stage_question import _a_batch
+from lightning_fasttrain.strategy.zero.stage_question import read_batch
 from lightning_fasttrain.strategy.zero.zero_fabric import FabricZeROStrategy
 from lightning_fasttrain.strategy.zero.zero_host import make_broadcastable_
 from lightning_fasttrain.strategy.zero.zero_states import STAGES as KNOWN
@@ -368,7 +368,7 @@ DATA = TensorDataset(torch.arange(10.0))
 def test_batch_is_read_without_changing_the_data_order(how, expected):
     generator = torch.Generator().manual_seed(1)
     before = generator.get_state(), torch.get_rng_state()
-    assert _a_batch(DataLoader(DATA, generator=generator, **how))[0].tolist() == expected
+    assert read_batch(DataLoader(DATA, generator=generator, **how))[0].tolist() == expected
     assert torch.equal(generator.get_state(), before[0])
     assert torch.equal(torch.get_rng_state(), before[1])
 

@@ -13,7 +13,7 @@ from tensorboardX.proto import event_pb2
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.core.messages import format_bytes, log
-from lightning_fasttrain.technique.run_summary import KEY
+from lightning_fasttrain.technique.explanation import KEY
 from tests.cases import CASES
 from tests.support.nets import TinyLM, as_loader, heard, lm_batches, padded_batches, trainer
 

@@ -242,11 +242,11 @@ def test_objects_of_pytorch_lightning_are_explained():
 
 def test_compromised_releases_are_refused(monkeypatch):
 
-    from lightning_fasttrain.core.checks import packages
+    from lightning_fasttrain.core.checks import arguments
 
-    monkeypatch.setattr(packages.importlib.metadata, "version", lambda package: "2.6.3")
+    monkeypatch.setattr(arguments.importlib.metadata, "version", lambda package: "2.6.3")
     with pytest.raises(ImportError, match="lightning 2.6.3: .*credential stealer"):
-        packages.refuse_compromised_hosts()
+        arguments.refuse_compromised_hosts()
 
 
 class WithOwnCallbacks(ft.FastTrainMixin, TinyLM):

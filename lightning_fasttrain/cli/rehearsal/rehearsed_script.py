@@ -11,7 +11,7 @@ from lightning_fasttrain.cli.rehearsal.run_script import RESULT, SECONDS, VERIFY
 from lightning_fasttrain.cli.subject import techniques_named
 from lightning_fasttrain.core.files.atomic_write import write_atomic
 from lightning_fasttrain.dry_run.rehearsal.context import read_batches
-from lightning_fasttrain.dry_run.rehearsal.isolation import leaving_no_trace
+from lightning_fasttrain.dry_run.rehearsal.nested_trainer import leaving_no_trace
 from lightning_fasttrain.dry_run.rehearsal.rehearsal import Rehearsal, Rehearsing, is_rehearsing
 from lightning_fasttrain.dry_run.rehearsal.rehearsal_report import RehearsalError
 from lightning_fasttrain.dry_run.rehearsal.stages import verify_run

@@ -1,9 +1,9 @@
 """Read a batch: its size, its leaves, its labels, and how much of it is padding.
 
-From the bottom up: ``contents``, ``leaves``, ``padded_axes``, ``find_padding``, ``group_rows``, ``padding_share``.
+From the bottom up: ``leaves``, ``padded_axes``, ``padding_share``.
 """
 
-from lightning_fasttrain.core.batch.contents import (
+from lightning_fasttrain.core.batch.leaves import (
     LABELS,
     count_batch,
     count_bytes,

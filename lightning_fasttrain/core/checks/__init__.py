@@ -1,6 +1,6 @@
 """Checks of arguments and of installed packages. Nothing in here imports torch or lightning when it is imported.
 
-From the bottom up: ``packages``, ``values``, ``descriptions``, ``annotations``, ``arguments``.
+From the bottom up: ``annotations``, ``arguments``.
 """
 
 from lightning_fasttrain.core.checks.annotations import (
@@ -11,6 +11,13 @@ from lightning_fasttrain.core.checks.annotations import (
     PositiveShare,
     Share,
 )
-from lightning_fasttrain.core.checks.arguments import bind_arguments, check_arguments
-from lightning_fasttrain.core.checks.packages import refuse_compromised_hosts, refuse_mixed_lightning, require
-from lightning_fasttrain.core.checks.values import one_of, positive_int, real_number
+from lightning_fasttrain.core.checks.arguments import (
+    bind_arguments,
+    check_arguments,
+    one_of,
+    positive_int,
+    real_number,
+    refuse_compromised_hosts,
+    refuse_mixed_lightning,
+    require,
+)

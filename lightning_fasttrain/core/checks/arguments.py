@@ -1,11 +1,14 @@
-"""Check the arguments of a call against the annotations of the function, with one form of error for all."""
+"""Check the arguments of a call, single values and installed packages, with one form of error for all."""
 
 import difflib
 import functools
+import importlib
+import importlib.metadata
 import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, TypeVar, get_type_hints, overload
 
 from lightning_fasttrain.core.checks.annotations import Problem, find_problem
@@ -205,3 +208,103 @@ def _list_parameters(signature: inspect.Signature, given: Mapping[str, object]) 
         if near:
             return f"Did you mean {near[0]}? Its arguments are {', '.join(names)}"
     return f"Its arguments are {', '.join(names)}"
+
+
+def positive_int(name: str, value: object) -> int:
+    """Return ``value`` if it is a whole number of at least one.
+
+    Raises:
+        TypeError: not an ``int`` (a ``bool`` is none either).
+        ValueError: smaller than one.
+    """
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name}={value!r}: it counts things, so it must be a whole number. Use {name}=1 or more.")
+    if value < 1:
+        raise ValueError(f"{name}={value}: it counts things, so it must be at least 1. Use {name}=1 or more.")
+    return value
+
+
+def real_number(name: str, value: object, example: float) -> None:
+    """Refuse what is not a number, such as a string read from a file.
+
+    Raises:
+        TypeError: neither an ``int`` nor a ``float`` (a ``bool`` is none either).
+    """
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise TypeError(
+            f"{name}={value!r}: expected a number, got {type(value).__name__}. Use, for example, {name}={example}."
+        )
+
+
+def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> str:
+    """Return ``value`` if it is one of the ``allowed`` words.
+
+    Raises:
+        ValueError: it is not; the message lists the allowed ones.
+    """
+    if value not in allowed:
+        words = ", ".join(map(repr, allowed))
+        raise ValueError(f"{name}={value!r}: not a known choice. Use one of {words}.")
+    return value
+
+
+# Published with a credential stealer that ran on import (CVE-2026-44484).
+_STOLE_CREDENTIALS = {"2.6.2", "2.6.3"}
+
+
+def refuse_compromised_hosts() -> None:
+    """Refuse to be imported beside a release of Lightning that is known to steal credentials.
+
+    Reads the installed metadata only: the point is that nothing of the bad release has been imported yet.
+
+    Raises:
+        ImportError: ``lightning`` or ``pytorch_lightning`` is 2.6.2 or 2.6.3.
+    """
+    for package in ("lightning", "pytorch-lightning"):
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if version in _STOLE_CREDENTIALS:
+            raise ImportError(
+                f"{package} {version}: this release ran a credential stealer when imported (CVE-2026-44484). "
+                f"Rotate the secrets of this machine, then: pip install 'lightning>=2.6.6,<2.7'."
+            )
+
+
+def require(module: str, extra: str) -> ModuleType:
+    """Import an optional package, or say which extra brings it.
+
+    Example:
+        >>> require("json", extra="plots").__name__
+        'json'
+    """
+    from torch._subclasses.fake_tensor import unset_fake_temporarily  # here, for the check above comes before torch
+
+    try:
+        # Some packages make tables when they are imported, which must hold real values in a prediction too.
+        with unset_fake_temporarily():
+            return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        what = f"{module.partition('.')[0]} is not installed: it comes with the extra '{extra}'"
+        raise ModuleNotFoundError(f"{what}. pip install 'lightning-fasttrain[{extra}]'.") from error
+
+
+def refuse_mixed_lightning(*objects: object) -> None:
+    """Refuse objects made with ``pytorch_lightning`` beside ours, which are made with ``lightning``.
+
+    The two packages hold the same code under two names, so ``isinstance`` fails across them and a foreign
+    callback is silently taken for something it is not.
+
+    Raises:
+        TypeError: one of the ``objects`` comes from ``pytorch_lightning``.
+    """
+    for thing in objects:
+        # A user's class comes from a module of their own; one of its bases shows which package it is made with.
+        origins = [base.__module__.partition(".")[0] for base in type(thing).__mro__]
+        if "pytorch_lightning" in origins:
+            raise TypeError(
+                f"{type(thing).__name__} comes from `pytorch_lightning`, lightning_fasttrain from `lightning`: "
+                "to Python these are two unrelated packages, so hooks and isinstance checks miss each other. "
+                "Import from `lightning` everywhere (`import lightning as L`)."
+            )

@@ -1,8 +1,16 @@
-"""Find the checkpoint to resume from, and clean up after saves that were killed."""
+"""Mark the checkpoints of a run, find the one to resume from, load only complete ones, and clean up after kills."""
 
+import math
 import os
-from collections.abc import Iterable
+import pickle
+import secrets
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.strategies import Strategy
 
 from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.files.atomic_write import TEMPORARY, is_being_written, is_temporary_file, lock
@@ -11,12 +19,110 @@ from lightning_fasttrain.core.files.checkpoint_folder import (
     OLD,
     is_at_work,
     is_ours,
+    read_manifest,
     settle,
     verify_checkpoint,
 )
-from lightning_fasttrain.core.files.run_mark import Facts, facts_of
-from lightning_fasttrain.core.files.safe_load import CorruptCheckpoint, is_object_storage, local_path
+from lightning_fasttrain.core.files.remote_checkpoint import fetched
+from lightning_fasttrain.core.files.safe_load import (
+    CorruptCheckpoint,
+    ForeignObjects,
+    existing_path,
+    first_line,
+    is_object_storage,
+    local_path,
+    read_archive,
+)
 from lightning_fasttrain.core.messages import explain, say, warn
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
+
+KEY = "lightning_fasttrain.run"
+
+
+class RunMark:
+    """Random name of a run, which a later process takes over from the checkpoint that it resumes from.
+
+    Example:
+        >>> first, second = RunMark(), RunMark()
+        >>> second.continue_from(first.facts(step=3))
+        >>> second.run == first.run
+        True
+    """
+
+    def __init__(self) -> None:
+        self.run = secrets.token_hex(8)
+
+    def facts(self, step: object) -> dict[str, Any]:
+        """Return the mark of a checkpoint: plain values, for its manifest or beside its state."""
+        if type(step) is not int:
+            step = None
+        return {"run": self.run, "step": step, "saved_at": time.time()}
+
+    def continue_from(self, facts: object) -> None:
+        """Take over the name of the run in ``facts``, if there is one."""
+        if isinstance(facts, dict) and isinstance(facts.get("run"), str):
+            self.run = facts["run"]
+
+
+def mark_of(owner: object) -> RunMark:
+    """Return the mark of the run whose checkpoints ``owner``, a strategy, writes; drawn at the first call."""
+    return vars(owner).setdefault("_run_mark", RunMark())
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Facts that a checkpoint records, known without its tensors; None for what it does not record.
+
+    Args:
+        run: drawn when the run began.
+        step: optimizer steps done.
+        saved_at: seconds since 1970, by the clock of the process that saved.
+    """
+
+    run: str | None = None
+    step: int | None = None
+    saved_at: float | None = None
+
+
+def step_in(checkpoint: object) -> int | None:
+    """Return Lightning's ``global_step``, or the ``step`` of a loop; None if there is neither."""
+    if not isinstance(checkpoint, dict):
+        return None
+    for key in ("global_step", "step"):
+        step = checkpoint.get(key)
+        if type(step) is int:
+            return step
+    return None
+
+
+def facts_of(path: Path) -> Facts:
+    """Read the mark of the checkpoint at ``path``: in a folder's manifest, or beside the tensors of a file.
+
+    The checkpoint may be damaged nevertheless. Lightning's own files record a step but not a run; of a file that
+    cannot be read safely, nothing is known.
+    """
+    try:
+        if path.is_dir():
+            if not (path / MANIFEST).is_file():
+                return Facts()
+            about = read_manifest(path).get("about", {})
+            return _facts(about, step_in(about))
+        checkpoint = read_archive(path, mmap=True)  # its tensors stay in the file
+    except (CorruptCheckpoint, ForeignObjects, OSError):
+        return Facts()
+    about = {}
+    if isinstance(checkpoint, dict) and isinstance(checkpoint.get(KEY), dict):
+        about = checkpoint[KEY]
+    return _facts(about, step_in(checkpoint))
+
+
+def _facts(about: Mapping[str, object], step: int | None) -> Facts:
+    run, saved_at = about.get("run"), about.get("saved_at")
+    if not isinstance(saved_at, int | float) or not math.isfinite(saved_at):
+        saved_at = None
+    if not isinstance(run, str):
+        run = None
+    return Facts(run, step, saved_at)
 
 
 def whole_or_older(path: str | os.PathLike[str], *, substitute: bool) -> Path:
@@ -208,3 +314,46 @@ def _sweep_one(path: Path) -> None:
             return
     if is_temporary_file(path) and not is_being_written(path):
         path.unlink(missing_ok=True)
+
+
+def guard_loading(strategy: Strategy) -> Undo:
+    """Restrict ``strategy.load_checkpoint`` to complete files and folders; errors name the reason.
+
+    Several techniques may call it: a strategy that is guarded already is not changed.
+    """
+    if isinstance(vars(strategy).get("load_checkpoint"), _GuardedLoad):
+        return lambda: None
+    return patch(strategy, "load_checkpoint", _GuardedLoad(strategy))
+
+
+class _GuardedLoad:
+    def __init__(self, strategy: Strategy) -> None:
+        self.strategy, self.load = strategy, strategy.load_checkpoint
+
+    def __call__(self, checkpoint_path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
+        if is_object_storage(checkpoint_path):
+            if getattr(self.strategy, "reads_remote", False):
+                return self.load(str(checkpoint_path), *args, **kwargs)
+            with fetched(str(checkpoint_path)) as copied:
+                return self(copied, *args, **kwargs)
+        path = existing_path(checkpoint_path)
+        # One of ours reads all of the file anyway and says what is wrong; twice would take twice as long.
+        if path.is_file() and not getattr(self.strategy.checkpoint_io, "verifies", False):
+            verify_checkpoint(path)
+        try:
+            checkpoint = self.load(path, *args, **kwargs)
+        except IsADirectoryError as error:
+            why = "it is a folder, as strategies that shard write them"
+            raise ValueError(explain(f"{path}", why, "Use the strategy that saved it, or full_checkpoint")) from error
+        except (ValueError, OSError):  # ours, and those that say what they mean
+            raise
+        except pickle.UnpicklingError as error:
+            why = f"it holds what could only be made by running code from it ({first_line(error)})"
+            raise ForeignObjects(explain(f"{path}", why, "If you trust it, give weights_only=False")) from error
+        except (RuntimeError, EOFError, LookupError, TypeError, AttributeError) as error:
+            why = f"it cannot be read ({type(error).__name__}: {first_line(error)})"
+            raise CorruptCheckpoint(explain(f"{path}", why, "Use an older one")) from error
+        if path.is_file() and not (isinstance(checkpoint, dict) and "pytorch-lightning_version" in checkpoint):
+            why = "expected a checkpoint of a Trainer, which holds the progress of its run"
+            raise ValueError(explain(f"{path}", why, "Load it with model.load_state_dict, and leave ckpt_path out"))
+        return checkpoint

@@ -1,8 +1,8 @@
 """The door to what Lightning keeps to itself, so that upgrading Lightning means reading one file.
 
-Resuming has its own: positions in loops in ``run/checkpoint/loop_progress.py``, logged metrics in
-``run/checkpoint/unsaved_state.py``. What subclasses of its strategies override is in ``strategy/``, and what
-is read of torchmetrics in ``core/state/metrics.py``. All private names are listed in ``tests/test_host.py``, which
+Resuming has its own: positions in loops in ``run/checkpoint/resume_state.py``, logged metrics in
+``run/checkpoint/resume_state.py``. What subclasses of its strategies override is in ``strategy/``, and what
+is read of torchmetrics in ``core/state/restore.py``. All private names are listed in ``tests/test_host.py``, which
 fails when Lightning lacks one, or when another file uses one.
 """
 
@@ -353,3 +353,17 @@ def list_callbacks(configure_callbacks: Callable[[], Any]) -> list[L.Callback]:
     """Return the callbacks that a module's ``configure_callbacks`` gives; Lightning takes a single one too."""
     brought = configure_callbacks() or []
     return [brought] if isinstance(brought, L.Callback) else list(brought)
+
+
+def has_same_gradients(module: nn.Module) -> bool:
+    """Return whether a Trainer runs ``module`` under DDP on several ranks, and averages gradients in each step.
+
+    Example:
+        >>> has_same_gradients(nn.Linear(2, 2))
+        False
+    """
+    trainer = trainer_of(module)
+    if trainer is None or trainer.world_size == 1 or not replicates(trainer.strategy):
+        return False
+    # Local SGD averages weights now and then, and gradients never.
+    return isinstance(trainer.strategy, DDPStrategy) and trainer.strategy._model_averaging_period is None

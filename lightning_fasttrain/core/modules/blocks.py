@@ -1,4 +1,4 @@
-"""Find the repeated blocks of any model."""
+"""Find the repeated blocks of any model, and whether their calls pass a cache of keys and values."""
 
 import math
 from collections import Counter
@@ -21,6 +21,7 @@ from lightning_fasttrain.core.modules.select import (
     list_kinds,
     modules_of,
 )
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _A_KIND = 0.05  # of the parameters in blocks; what has fewer, such as two heads, is no kind of block of its own
@@ -287,3 +288,18 @@ def _match_blocks(model: nn.Module, blocks: Blocks) -> dict[str, nn.Module]:
         if any(is_wanted(name, module, one) for one in wanted):
             found[name] = module
     return keep_outermost(found)
+
+
+def disable_cache_(model: nn.Module) -> dict[str, Undo]:
+    """Set ``use_cache=False`` in the configurations of the models inside ``model``.
+
+    Returns:
+        Qualified name of each setting that was changed → how to restore it.
+    """
+    undos: dict[str, Undo] = {}
+    for name, module in model.named_modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "use_cache", False) is True:
+            # Modules share configs: the next one with this config finds False, so it is restored only once.
+            undos[f"{name}.config.use_cache"] = patch(config, "use_cache", False)
+    return undos

@@ -7,8 +7,7 @@ from torch import nn
 from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.messages import explain, list_some, warn
 from lightning_fasttrain.core.modules.blocks import find_blocks
-from lightning_fasttrain.core.modules.layer_kinds import base_of, is_linear, layers_of
-from lightning_fasttrain.core.modules.select import is_inside, is_part_of, modules_of
+from lightning_fasttrain.core.modules.select import base_of, is_inside, is_linear, is_part_of, layers_of, modules_of
 from lightning_fasttrain.core.modules.wrapped_forward import told_heads
 
 

@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_fasttrain.core.checks import check_arguments
-from lightning_fasttrain.core.modules.layer_kinds import is_a
+from lightning_fasttrain.core.modules.select import is_a
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:

@@ -17,8 +17,7 @@ from lightning_fasttrain.data.loaders.global_batches import BatchShares, GlobalB
 from lightning_fasttrain.data.normalizer.count_targets import Count
 from lightning_fasttrain.data.normalizer.micro_batch_weights import Number
 from lightning_fasttrain.technique import Capability, Conflict
-from lightning_fasttrain.technique.facts import Facts
-from lightning_fasttrain.technique.predicted_step import PredictedStep
+from lightning_fasttrain.technique.declarations import Facts, PredictedStep
 
 
 class GlobalBatch(TokenWeightedAccumulation):

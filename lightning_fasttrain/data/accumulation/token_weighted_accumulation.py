@@ -27,8 +27,7 @@ from lightning_fasttrain.data.normalizer.micro_batch_weights import Number
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit
 from lightning_fasttrain.data.step_gradients import own_scaling, scale_gradients_
 from lightning_fasttrain.technique import Capability, Technique
-from lightning_fasttrain.technique.facts import Facts
-from lightning_fasttrain.technique.predicted_step import PredictedStep
+from lightning_fasttrain.technique.declarations import Facts, PredictedStep
 
 
 class TokenWeightedAccumulation(Technique):

@@ -1,4 +1,4 @@
 """Integration of micro-batches and accumulation windows into Lightning's automatic optimization.
 
-From the bottom up: ``roles``, ``micro_batch_logging``, ``split_search``, ``micro_batch_closure``.
+From the bottom up: ``micro_batch_logging``, ``micro_batch_closure``.
 """

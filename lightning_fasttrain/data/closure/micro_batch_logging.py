@@ -16,11 +16,10 @@ from torchmetrics import Metric, MetricCollection
 from lightning_fasttrain.core.host.lightning import logging_as
 from lightning_fasttrain.core.messages import note_once, warn
 from lightning_fasttrain.core.modules.wrapped_forward import patched
-from lightning_fasttrain.core.state.metrics import MetricState, add_to_metric_, read_metric, show_step_value_
+from lightning_fasttrain.core.state.restore import MetricState, add_to_metric_, read_metric, show_step_value_
 from lightning_fasttrain.data.normalizer.count_targets import CountRule
-from lightning_fasttrain.data.normalizer.log_rules import LOSS, OWN, SUM, LogRules
 from lightning_fasttrain.data.normalizer.micro_batch_weights import MicroBatchWeights, Number, add_counts
-from lightning_fasttrain.data.normalizer.split_rule import LogRule
+from lightning_fasttrain.data.normalizer.split_rule import LOSS, OWN, SUM, LogRule, LogRules
 from lightning_fasttrain.data.normalizer.trial.runs import own_divisor
 
 _GIVEN = "given"  # the weights are the batch_size= of each call

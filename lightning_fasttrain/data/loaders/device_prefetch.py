@@ -1,4 +1,4 @@
-"""Copy the next batch to the device while the current one is computed."""
+"""Fetch batches ahead, and copy the next one to the device while the current one is computed."""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,12 +13,49 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from lightning_fasttrain.core.checks import check_arguments
+from lightning_fasttrain.core.host.loader_wrapper import WrappedLoader
 from lightning_fasttrain.core.messages import explain, note_once, warn
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
-from lightning_fasttrain.data.loaders.fetch_ahead import AheadLoader, StatefulAheadLoader, can_resume
 from lightning_fasttrain.technique import Setting, Technique
-from lightning_fasttrain.technique.facts import Facts
-from lightning_fasttrain.technique.predicted_step import PredictedStep
+from lightning_fasttrain.technique.declarations import Facts, PredictedStep
+
+
+def can_resume(loader: object) -> bool:
+    """Whether a loader has a state, so that Lightning treats it as one that can resume."""
+    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+
+
+class AheadLoader(WrappedLoader):
+    """A loader that fetches a batch ahead of the one it yields."""
+
+    def _state_now(self) -> Any:
+        """Return the state after the batch fetched last."""
+        return None
+
+    def _hand_out(self, state: object) -> None:
+        """Note the state of the batch that is yielded next."""
+
+
+class StatefulAheadLoader(AheadLoader):
+    """Loader over one that can resume, with the state of the last batch yielded.
+
+    A class of its own, since Lightning treats any loader with these methods as one that can.
+    """
+
+    _state: Any = None
+
+    def _state_now(self) -> Any:
+        return self.inner.state_dict()
+
+    def _hand_out(self, state: object) -> None:
+        self._state = state
+
+    def state_dict(self) -> Any:
+        return self._state_now() if self._state is None else self._state
+
+    def load_state_dict(self, state: object) -> None:
+        self._state = None
+        self.inner.load_state_dict(state)
 
 
 @check_arguments

@@ -14,9 +14,9 @@ from lightning_fasttrain.core.distributed import rank_count
 from lightning_fasttrain.core.host.loader_wrapper import find_innermost, wrap_training_loaders
 from lightning_fasttrain.core.messages import number_of, say
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
-from lightning_fasttrain.data.loaders.fetch_ahead import AheadLoader, StatefulAheadLoader, can_resume
+from lightning_fasttrain.data.loaders.device_prefetch import AheadLoader, StatefulAheadLoader, can_resume
 from lightning_fasttrain.technique import Technique
-from lightning_fasttrain.technique.facts import Facts
+from lightning_fasttrain.technique.declarations import Facts
 
 _END = object()
 

@@ -14,7 +14,7 @@ from lightning_fasttrain.core.checks import PositiveInt, check_arguments
 from lightning_fasttrain.core.distributed import rank_count, rank_here
 from lightning_fasttrain.core.host.loader_wrapper import WrappedLoader
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.core.state.seeded_samples import SeededSamples, seeded
+from lightning_fasttrain.core.state.rng import SeededSamples, seeded
 
 
 @dataclass(frozen=True)

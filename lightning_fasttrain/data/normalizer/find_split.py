@@ -6,10 +6,16 @@ from dataclasses import dataclass, field, replace
 
 from lightning_fasttrain.core.distributed import from_all_ranks
 from lightning_fasttrain.core.messages import explain, list_some, say, warn
-from lightning_fasttrain.data.normalizer.classify_terms import classify_terms, list_rules, match_rules
 from lightning_fasttrain.data.normalizer.count_targets import Count, CountRule
-from lightning_fasttrain.data.normalizer.log_rules import LogRules, find_log_rules
-from lightning_fasttrain.data.normalizer.split_rule import LossSplit, ReadNormalizer
+from lightning_fasttrain.data.normalizer.split_rule import (
+    LogRules,
+    LossSplit,
+    ReadNormalizer,
+    classify_terms,
+    find_log_rules,
+    list_rules,
+    match_rules,
+)
 from lightning_fasttrain.data.normalizer.trial.runs import Trial
 from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample, list_altered
 from lightning_fasttrain.data.normalizer.trial.try_split import Stage, distinguish_rounding, try_split

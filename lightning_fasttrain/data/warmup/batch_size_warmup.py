@@ -16,8 +16,8 @@ from lightning_fasttrain.data.accumulation.token_weighted_accumulation import To
 from lightning_fasttrain.data.normalizer.count_targets import Count
 from lightning_fasttrain.data.warmup.growth_schedule import Growth, KeepsGrowth
 from lightning_fasttrain.technique import Exactness
+from lightning_fasttrain.technique.declarations import Facts
 from lightning_fasttrain.technique.duration import LENGTHS, Length
-from lightning_fasttrain.technique.facts import Facts
 
 RULES: dict[str, Callable[[float], float]] = {"linear": lambda share: share, "sqrt": math.sqrt}
 

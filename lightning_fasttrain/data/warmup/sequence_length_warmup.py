@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from lightning_fasttrain.core.batch.leaves import list_tensors, walk_leaves
 from lightning_fasttrain.core.checks import PositiveInt, check_arguments
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.data.warmup.growing_batches import GrowingBatches, grow_batches
-from lightning_fasttrain.data.warmup.growth_schedule import Growth
+from lightning_fasttrain.data.warmup.growth_schedule import GrowingBatches, Growth, grow_batches
 from lightning_fasttrain.technique import Exactness
 from lightning_fasttrain.technique.duration import LENGTHS, Length
 

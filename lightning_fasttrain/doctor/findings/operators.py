@@ -1,15 +1,17 @@
 """Operators that would be cheaper otherwise: in another type, layout, size or setting, or in a fused kernel."""
 
+import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from lightning_fasttrain.core.messages import format_bytes, number_of
-from lightning_fasttrain.doctor.finding import Cost, Finding
+from lightning_fasttrain.doctor.finding import Cost, Finding, cost_of_calls, cost_of_samples
 from lightning_fasttrain.doctor.observation.measured import Measured
+from lightning_fasttrain.doctor.observation.module_watch import list_compilations
 from lightning_fasttrain.doctor.observation.operator_trials import Trial
 from lightning_fasttrain.doctor.observation.operator_watch import Event
-from lightning_fasttrain.doctor.observation.source_lines import SourceLine
+from lightning_fasttrain.doctor.observation.source_lines import SourceLine, user_files
 from lightning_fasttrain.doctor.observation.watch import Watch
 
 # Logits below this size are not worth a change of the model.
@@ -140,3 +142,122 @@ def _first_look(watch: Watch) -> list[Event]:
     for look in watch.looks.values():
         return look.events
     return []
+
+
+# What follows a graph break is a function of its own, which the compiler names after the line of the break.
+_RESUMED = re.compile(r"torch_dynamo_resume_in_(.*)_at_(\d+)")
+
+
+def find_compiler_work(watch: Watch, measured: Measured) -> Iterator[Finding]:
+    """Yield lines at which the compiler breaks its graph, and functions that it compiled again while watched."""
+    yield from _find_graph_breaks()
+    yield from _find_recompilations(watch)
+
+
+def _find_graph_breaks() -> Iterator[Finding]:
+    breaks: dict[SourceLine, str] = {}
+    reason, files = "", user_files()
+    for compilation in list_compilations():
+        resumed = _RESUMED.fullmatch(compilation.co_name or "")
+        if resumed is not None and compilation.co_filename in files:
+            line = SourceLine(str(compilation.co_filename), int(resumed[2]), resumed[1])
+            breaks.setdefault(line, reason)
+        # Compiling restarts at a break, and ends there; the next entry is what follows it.
+        reason = next(iter(sorted(compilation.restart_reasons or ())), "")
+    for line, why in breaks.items():
+        what = f"`{line.text}` divides the compiled graph in two"
+        cure = "Move it out of what is compiled, or behind `if not torch.compiler.is_compiling():`"
+        yield Finding("graph_break", what, cure, "exact", line, Cost.unmeasured(), _explain(why))
+
+
+def _explain(reason: str) -> tuple[str, ...]:
+    """Return torch's explanation of a graph break, or the first line of its reason."""
+    lines = [line.strip().rstrip(".") for line in reason.splitlines()]
+    explained = [line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")]
+    return tuple([*explained, *lines][:1])
+
+
+def _find_recompilations(watch: Watch) -> Iterator[Finding]:
+    seconds: dict[SourceLine, list[float]] = defaultdict(list)
+    reasons: dict[SourceLine, str] = {}
+    known = set(map(id, watch.compilations))
+    for compilation in list_compilations():
+        if id(compilation) in known or not compilation.recompile_reason:
+            continue
+        line = SourceLine(str(compilation.co_filename), compilation.co_firstlineno or 0, compilation.co_name or "")
+        seconds[line].append(compilation.entire_frame_compile_time_s or 0.0)
+        reasons[line] = compilation.recompile_reason
+    for line, spent in seconds.items():
+        ms = 1e3 * sum(spent) / watch.counted
+        what = f"`{line.function}` was compiled again {number_of(len(spent), 'time')} while watched"
+        cure = "Pad to a few sizes, or mark the size that changes: torch._dynamo.mark_dynamic(x, 0)"
+        details = (f"The last reason: {reasons[line]}",)
+        shown = line if line.file in user_files() else None
+        yield Finding("recompilation", what, cure, "exact", shown, Cost(ms, ms, ms), details)
+
+
+# Operators that these phases run are not the user's to change.
+_NOT_THE_STEP = ("data_wait", "backward", "optimizer", "pause")
+_READ = "Keep it a tensor: add up `.detach()` and read the sum every N steps"
+_MASK = "Keep the shape: torch.where(mask, x, 0), or multiply by the mask and divide by its sum"
+_SYNC_CURES = {
+    "reads a value of a tensor": _READ,
+    "counts the elements that are not zero": _MASK,
+    "selects by a mask, whose size is unknown before": _MASK,
+    "indexes with a boolean mask": _MASK,
+}
+_TENSORS_ON_A_GPU = "To print a tensor on a GPU waits until the device has finished its queued work"
+_ON_A_GPU = "On a GPU each of these waits until the device has finished its queued work"
+
+
+def find_host_syncs(watch: Watch, measured: Measured) -> Iterator[Finding]:
+    """Yield the lines that read values of tensors, select by masks, print, or build tensors on the way."""
+    for (line, kind, detail), events in _by_line(watch).items():
+        if _is_print(line) and kind == "sync":
+            continue
+        per_step = len(events) / len(watch.looks)
+        cost = _cost(line, events, watch, measured)
+        if kind == "sync":
+            what = f"{number_of(round(per_step), 'host sync')} per step: `{line.text}` {detail}"
+            yield Finding("host_sync", what, _SYNC_CURES[detail], "exact", line, cost, (_ON_A_GPU,))
+        elif kind == "list":
+            what = f"`{line.text}` builds {detail} from Python numbers in the step"
+            cure = "Build it once, before the loop or in __init__ (register_buffer), on the model's device"
+            yield Finding("tensor_from_list", what, cure, "exact", line, cost)
+        elif kind == "copy":
+            what = f"`{line.text}` copies a tensor {detail} in each step"
+            cure = "Make it on the device: device=x.device; or move batches in the loader with pin_memory=True"
+            yield Finding("device_copy", what, cure, "exact", line, cost)
+    yield from _find_printing(measured)
+
+
+def _by_line(watch: Watch) -> dict[tuple[SourceLine, str, str], list[Event]]:
+    """Group the events of the user's step by line, kind and detail."""
+    found: dict[tuple[SourceLine, str, str], list[Event]] = defaultdict(list)
+    for look in watch.looks.values():
+        for event in look.events:
+            line = event.call.line
+            if line is not None and event.phase not in _NOT_THE_STEP and event.call.package != "lightning":
+                found[line, event.kind, event.detail].append(event)
+    return found
+
+
+def _cost(line: SourceLine, events: Iterable[Event], watch: Watch, measured: Measured) -> Cost:
+    """Return the time of the operators; on CUDA that of the line, which waits there only if nothing slows the host."""
+    if watch.device.type == "cuda":
+        timed = measured.line_ms(line)
+        return cost_of_samples(timed.ms, timed.samples)
+    return cost_of_calls([event.seconds for event in events], len(watch.looks))
+
+
+def _find_printing(measured: Measured) -> Iterator[Finding]:
+    for timed in measured.lines(lambda running: running.phase not in _NOT_THE_STEP):
+        if _is_print(timed.line):
+            cure = "Print every N steps, and values that were collected without reading them"
+            what = f"`{timed.line.text}` prints within the steps"
+            cost = cost_of_samples(timed.ms, timed.samples)
+            yield Finding("printing", what, cure, "exact", timed.line, cost, (_TENSORS_ON_A_GPU,))
+
+
+def _is_print(line: SourceLine) -> bool:
+    return line.text.startswith(("print(", "logging.", "logger.info("))

@@ -18,7 +18,7 @@ from lightning_fasttrain.core.files.checkpoint_folder import scratch_folder
 from lightning_fasttrain.core.files.safe_load import is_remote
 from lightning_fasttrain.core.host.lightning import saves_every
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.run.checkpoint.checkpoint_disk_space import check_folders
+from lightning_fasttrain.run.checkpoint.atomic_checkpoints import check_folders
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.state.rng import random_state, set_random_state
 from lightning_fasttrain.data.loaders.device_prefetch import DevicePrefetcher
 from lightning_fasttrain.dry_run.rehearsal.rehearsal_report import RehearsalError
-from lightning_fasttrain.run.checkpoint.loaders.loader_rng import generator_state, generators_of, set_generator_state
+from lightning_fasttrain.run.checkpoint.loaders.dataset_state import generator_state, generators_of, set_generator_state
 from lightning_fasttrain.run.checkpoint.loaders.resumable_loader import ResumableLoader
 
 _SAME_SIZE = 16  # batches of the same size: from here on all others are assumed to have it

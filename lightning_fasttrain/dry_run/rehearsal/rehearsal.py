@@ -13,14 +13,13 @@ from lightning_fasttrain.core.checks import NonNegativeFloat, check_arguments
 from lightning_fasttrain.core.device import return_unused_memory
 from lightning_fasttrain.dry_run.rehearsal.context import Rehearsed, find_window, read_batches
 from lightning_fasttrain.dry_run.rehearsal.disk_space import find_places, refuse_bad_folders, temporary_folder
-from lightning_fasttrain.dry_run.rehearsal.isolation import leaving_no_trace
-from lightning_fasttrain.dry_run.rehearsal.nested_trainer import find_unrehearsable
+from lightning_fasttrain.dry_run.rehearsal.nested_trainer import find_unrehearsable, leaving_no_trace
 from lightning_fasttrain.dry_run.rehearsal.rehearsal_report import RehearsalError, RehearsalReport
-from lightning_fasttrain.dry_run.rehearsal.resume_stage import resume_from_checkpoint
 from lightning_fasttrain.dry_run.rehearsal.run_copy import RunCopy, copy_run
 from lightning_fasttrain.dry_run.rehearsal.stages import (
     describe_saving,
     measure_checkpoint,
+    resume_from_checkpoint,
     run_largest,
     run_small,
     verify_techniques,

@@ -2,6 +2,6 @@
 
 Differences are measured against the rounding noise of the plain step on that model.
 
-From the bottom up: ``digest``, ``short_run``, ``batches``, ``step_record``, ``record_steps``, ``first_difference``,
-``rounding_noise``, ``compare_records``, ``report``, ``vacuous_checks``, ``proof``, ``verify``.
+From the bottom up: ``digest``, ``short_run``, ``record_steps``, ``first_difference``, ``compare_records``, ``report``,
+``vacuous_checks``, ``proof``, ``verify``.
 """

@@ -22,8 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_fasttrain.core.device import return_unused_memory
 from lightning_fasttrain.core.host.lightning import list_callbacks, without_trainer
 from lightning_fasttrain.core.messages import FastTrainWarning, explain, log
-from lightning_fasttrain.core.modules.without_dropout import without_dropout
-from lightning_fasttrain.core.modules.wrapped_forward import patch
+from lightning_fasttrain.core.modules.wrapped_forward import patch, without_dropout
 from lightning_fasttrain.core.peak_memory import PeakMemory
 from lightning_fasttrain.technique import Technique
 

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from lightning_fasttrain.core.messages import list_some
+from lightning_fasttrain.dry_run.verification.compare_records import Distances
 from lightning_fasttrain.dry_run.verification.digest import Digest, find_differences
-from lightning_fasttrain.dry_run.verification.rounding_noise import Distances
-from lightning_fasttrain.dry_run.verification.step_record import StepRecord
+from lightning_fasttrain.dry_run.verification.record_steps import StepRecord
 from lightning_fasttrain.technique import Technique
 
 _MOST_STUCK = 0.05  # of the values in weights: if more do not move, small updates are lost to rounding

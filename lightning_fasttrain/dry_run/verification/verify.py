@@ -14,8 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_fasttrain.core.checks import PositiveInt, check_arguments
 from lightning_fasttrain.core.host.lightning import list_callbacks
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.dry_run.verification.batches import take_batches, take_validation
-from lightning_fasttrain.dry_run.verification.proof import FULL, Proof
+from lightning_fasttrain.dry_run.verification.proof import FULL, Proof, take_batches, take_validation
 from lightning_fasttrain.dry_run.verification.report import Verification
 from lightning_fasttrain.dry_run.verification.short_run import Steps
 from lightning_fasttrain.optim.named.build_optimizer import make_optimizer

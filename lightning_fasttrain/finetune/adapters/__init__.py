@@ -2,6 +2,6 @@
 
 The layers are PEFT's.
 
-From the bottom up: ``fast_path_weights``, ``initializations``, ``adapter_checks``, ``add_adapter``,
-``adapter_checkpoints``, ``merged_layers``, ``merge_quantized``, ``lora``, ``merge``, ``qlora``, ``base_model``.
+From the bottom up: ``initializations``, ``adapter_checks``, ``add_adapter``, ``merge_quantized``, ``lora``, ``merge``,
+``qlora``, ``base_model``.
 """

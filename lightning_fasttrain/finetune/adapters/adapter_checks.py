@@ -11,8 +11,8 @@ from torch import nn
 
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.finetune.quantized.quantized_layer import in_8_bits, is_quantized
-from lightning_fasttrain.finetune.selection.adapter_switches import switches
 from lightning_fasttrain.finetune.selection.base_fingerprint import is_torchaos
+from lightning_fasttrain.finetune.selection.float32_adapters import switches
 from lightning_fasttrain.finetune.selection.qualified_names import names_not_in
 from lightning_fasttrain.finetune.selection.targets import method_of, require_peft
 

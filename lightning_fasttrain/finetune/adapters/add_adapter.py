@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Collection, Iterable
 from contextlib import ExitStack
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 from torch import nn
@@ -17,10 +17,9 @@ from lightning_fasttrain.core.files.safe_load import first_line
 from lightning_fasttrain.core.host.late_parameters import notices_late_parameters
 from lightning_fasttrain.core.messages import explain, say
 from lightning_fasttrain.core.modules.heads import find_heads
-from lightning_fasttrain.core.modules.layer_kinds import TUNER, WRAPPER, find_tuners, is_a
 from lightning_fasttrain.core.modules.parameters import count_parameters
-from lightning_fasttrain.core.modules.select import as_list, is_part_of
-from lightning_fasttrain.core.modules.wrapped_forward import patch
+from lightning_fasttrain.core.modules.select import TUNER, WRAPPER, as_list, find_tuners, is_a, is_part_of
+from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, patch, patched, wrapper_on, wrappers_in
 from lightning_fasttrain.finetune.adapters.adapter_checks import (
     check_config,
     check_layers,
@@ -32,12 +31,15 @@ from lightning_fasttrain.finetune.adapters.adapter_checks import (
     refuse_unknown,
     without_namesakes,
 )
-from lightning_fasttrain.finetune.adapters.fast_path_weights import see_adapters_
 from lightning_fasttrain.finetune.adapters.initializations import Batches, check_start, finish_start_, prepare_start
 from lightning_fasttrain.finetune.quantized.quantized_tensor import shown_as_parameters, use_held_tensors_
-from lightning_fasttrain.finetune.selection.adapter_switches import has_prompt, switches, trained_copies
 from lightning_fasttrain.finetune.selection.base_fingerprint import adapters_on, base_names, held_child
-from lightning_fasttrain.finetune.selection.float32_adapters import keep_adapter_in_float32_
+from lightning_fasttrain.finetune.selection.float32_adapters import (
+    has_prompt,
+    keep_adapter_in_float32_,
+    switches,
+    trained_copies,
+)
 from lightning_fasttrain.finetune.selection.freezing import freeze_, update_statistics_
 from lightning_fasttrain.finetune.selection.qualified_names import (
     has_fake_parameters,
@@ -47,6 +49,7 @@ from lightning_fasttrain.finetune.selection.qualified_names import (
 )
 from lightning_fasttrain.finetune.selection.targets import (
     Targets,
+    describe_uncovered,
     find_target_parameters,
     find_targets,
     list_layer_kinds,
@@ -56,7 +59,6 @@ from lightning_fasttrain.finetune.selection.targets import (
     shortest_ends,
     shortest_names,
 )
-from lightning_fasttrain.finetune.selection.uncovered_weights import describe_uncovered
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -402,3 +404,71 @@ def finish_copies_(root: nn.Module, name: str) -> None:
         for key, original in wrapper.original_module.named_parameters(remove_duplicate=False):
             owner, _, own = key.rpartition(".")
             copy.get_submodule(owner)._parameters[own] = first.setdefault(original, copy.get_parameter(key))
+
+
+_ATTENTION = "peft.tuners.lora.layer.MultiheadAttention"
+# Attributes that torch checks only to choose the fast path.
+_SWITCHES: dict[type[nn.Module], tuple[str, int]] = {
+    nn.TransformerEncoderLayer: ("activation_relu_or_gelu", 0),
+    nn.TransformerEncoder: ("use_nested_tensor", False),
+}
+
+
+class SlowPath(WrappedForward):
+    """Replacement forward of torch's encoder layers and encoder that avoids the fused fast path.
+
+    In eval mode the fast path passes the weights of the inner layers to one fused kernel, which would ignore adapters.
+    It is avoided only while an adapter is active: otherwise the model equals the pretrained one bit for bit.
+    """
+
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        # In train mode torch does not use the fast path.
+        if self.module.training or not _is_adapted_inside(self.module):
+            return self.inner(*args, **kwargs)
+        name, off = next(switch for kind, switch in _SWITCHES.items() if isinstance(self.module, kind))
+        with patched(self.module, name, off):
+            return self.inner(*args, **kwargs)
+
+
+class KeepsBaseWeights(WrappedForward):
+    """Replacement forward of PEFT's ``nn.MultiheadAttention`` layer that keeps the base weights bit for bit.
+
+    PEFT adds the adapter to the weights, calls the attention, and subtracts the adapter again, which leaves a rounding
+    error in the frozen weights at every step.
+    """
+
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        layer: Any = self.module
+        base = layer.get_base_layer()
+        # No copies are needed: PEFT assigns other tensors, and does not write to these.
+        before = base.in_proj_weight.data, layer.out_proj.weight.data
+        try:
+            return self.inner(*args, **kwargs)
+        finally:
+            base.in_proj_weight.data, layer.out_proj.weight.data = before
+
+
+def see_adapters_(model: nn.Module, on_error: ExitStack) -> None:
+    """Make torch's own layers in ``model`` apply the adapters inside them, in eval mode too."""
+    for module in list(model.modules()):
+        kind = _kind_for(module)
+        if kind is not None and not wrapper_on(module, kind):
+            on_error.callback(kind(module).install())
+
+
+def forget_adapters_(model: nn.Module) -> None:
+    """Remove the slow-path wrappers that :func:`see_adapters_` installed."""
+    for wrapper in list(wrappers_in(model, SlowPath)):
+        wrapper.undo()
+
+
+def _kind_for(module: nn.Module) -> type[WrappedForward] | None:
+    if isinstance(module, tuple(_SWITCHES)) and find_tuners(module):
+        return SlowPath
+    if is_a(module, _ATTENTION):
+        return KeepsBaseWeights
+    return None
+
+
+def _is_adapted_inside(module: nn.Module) -> bool:
+    return any(not layer.disable_adapters and not layer.merged for layer in find_tuners(module).values())

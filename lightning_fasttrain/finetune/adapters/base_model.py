@@ -7,18 +7,14 @@ from torch import nn
 
 from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.messages import explain, warn
-from lightning_fasttrain.core.modules.layer_kinds import TUNER, WRAPPER, is_a, is_tuner, walk_around
-from lightning_fasttrain.core.modules.select import is_part_of
+from lightning_fasttrain.core.modules.select import TUNER, WRAPPER, is_a, is_part_of, is_tuner, walk_around
 from lightning_fasttrain.finetune.adapters.adapter_checks import refuse_merged
-from lightning_fasttrain.finetune.adapters.add_adapter import adapted_modules, adapter_parameters
-from lightning_fasttrain.finetune.adapters.fast_path_weights import forget_adapters_
+from lightning_fasttrain.finetune.adapters.add_adapter import adapted_modules, adapter_parameters, forget_adapters_
 from lightning_fasttrain.finetune.adapters.merge import merge_layers_, unmerge_adapters_
-from lightning_fasttrain.finetune.adapters.merge_quantized import forget_quantization_
-from lightning_fasttrain.finetune.adapters.merged_layers import tuner_layers
+from lightning_fasttrain.finetune.adapters.merge_quantized import forget_quantization_, tuner_layers
 from lightning_fasttrain.finetune.quantized.tensor_files import Original
-from lightning_fasttrain.finetune.selection.adapter_switches import has_prompt, switches, without_adapters
 from lightning_fasttrain.finetune.selection.base_fingerprint import PEFT_MODEL, adapters_on, changes_base, first_few
-from lightning_fasttrain.finetune.selection.float32_adapters import round_again_
+from lightning_fasttrain.finetune.selection.float32_adapters import has_prompt, round_again_, switches, without_adapters
 from lightning_fasttrain.finetune.selection.freezing import unfreeze_
 from lightning_fasttrain.finetune.selection.qualified_names import list_trainable, names_not_in
 

@@ -13,11 +13,13 @@ from lightning_fasttrain.core.messages import explain, say
 from lightning_fasttrain.core.modules.select import as_list
 from lightning_fasttrain.finetune.adapters.adapter_checks import refuse_merged, refuse_unknown
 from lightning_fasttrain.finetune.adapters.add_adapter import adapter_names, adapter_parameters, use_adapter_
-from lightning_fasttrain.finetune.adapters.merge_quantized import QuantizedMerge, check_way, list_adapters
-from lightning_fasttrain.finetune.adapters.merged_layers import (
+from lightning_fasttrain.finetune.adapters.merge_quantized import (
     Originals,
+    QuantizedMerge,
+    check_way,
     find_quantized_under,
     find_trained_copies,
+    list_adapters,
     tuner_layers,
     wrappers_in,
 )

@@ -13,7 +13,7 @@ from lightning_fasttrain.finetune.adapters.lora import LoRA
 from lightning_fasttrain.finetune.quantized.quantized_base import ALL_OR_SKIP, NONE_LEFT, QuantizedBase
 from lightning_fasttrain.finetune.selection.targets import ALL_LINEAR, Targets, find_targets
 from lightning_fasttrain.technique import Capability, Conflict, Setting, Surgery
-from lightning_fasttrain.technique.predicted_step import PredictedStep
+from lightning_fasttrain.technique.declarations import PredictedStep
 
 
 class QLoRA(LoRA):

@@ -19,7 +19,7 @@ from lightning_fasttrain.core.messages import explain, say
 from lightning_fasttrain.core.modules.parameters import count_parameters
 from lightning_fasttrain.core.modules.select import is_part_of
 from lightning_fasttrain.finetune.adapters.merge import merge_adapters_, unmerge_adapters_
-from lightning_fasttrain.finetune.adapters.merged_layers import find_trained_copies
+from lightning_fasttrain.finetune.adapters.merge_quantized import find_trained_copies
 from lightning_fasttrain.finetune.files.adapter_files import refuse_shards
 from lightning_fasttrain.finetune.files.adapter_folder import Folder
 from lightning_fasttrain.finetune.quantized.quantized_layer import (
@@ -28,9 +28,8 @@ from lightning_fasttrain.finetune.quantized.quantized_layer import (
     is_quantized,
     was_transposed,
 )
-from lightning_fasttrain.finetune.selection.adapter_switches import has_prompt, switches
 from lightning_fasttrain.finetune.selection.base_fingerprint import adapter_holders, first_few, is_torchaos, plain_name
-from lightning_fasttrain.finetune.selection.float32_adapters import rounded_as
+from lightning_fasttrain.finetune.selection.float32_adapters import has_prompt, rounded_as, switches
 from lightning_fasttrain.finetune.selection.qualified_names import find_modules, names_in, names_not_in
 from lightning_fasttrain.finetune.selection.targets import find_hugging_face_model
 

@@ -13,12 +13,10 @@ from lightning_fasttrain.core.files.atomic_write import refuse_unwritable
 from lightning_fasttrain.core.messages import explain, warn
 from lightning_fasttrain.core.modules.select import find_module
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, wrappers_in, wrappers_on
-from lightning_fasttrain.finetune.frozen_cache.cached_forward import CachedForward
-from lightning_fasttrain.finetune.frozen_cache.examination import why_not_frozen
+from lightning_fasttrain.finetune.frozen_cache.cached_forward import CachedForward, why_not_frozen
 from lightning_fasttrain.finetune.selection.gradual_unfreezing import GradualUnfreezing
 from lightning_fasttrain.technique import Conflict, Surgery, Technique
-from lightning_fasttrain.technique.facts import Facts
-from lightning_fasttrain.technique.predicted_step import PredictedStep
+from lightning_fasttrain.technique.declarations import Facts, PredictedStep
 
 
 @check_arguments

@@ -14,13 +14,16 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from lightning_fasttrain.core.checks import check_arguments, positive_int
 from lightning_fasttrain.core.host.late_parameters import notices_late_parameters
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.core.modules.layer_kinds import is_a
+from lightning_fasttrain.core.modules.select import is_a
 from lightning_fasttrain.core.modules.wrapped_forward import Replacement
 from lightning_fasttrain.finetune.adapters.adapter_checks import check_name, is_there, without_namesakes
 from lightning_fasttrain.finetune.adapters.add_adapter import report_added, train_mode, use_prompt_
-from lightning_fasttrain.finetune.selection.adapter_switches import has_prompt
 from lightning_fasttrain.finetune.selection.base_fingerprint import PEFT_MODEL, adapters_on
-from lightning_fasttrain.finetune.selection.float32_adapters import keep_adapter_in_float32_, keep_in_float32_
+from lightning_fasttrain.finetune.selection.float32_adapters import (
+    has_prompt,
+    keep_adapter_in_float32_,
+    keep_in_float32_,
+)
 from lightning_fasttrain.finetune.selection.freezing import freeze_
 from lightning_fasttrain.finetune.selection.qualified_names import has_fake_parameters
 from lightning_fasttrain.finetune.selection.targets import (

@@ -11,8 +11,8 @@ from lightning_fasttrain.core.checks import PositiveInt, one_of
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.finetune.adapters.lora import Adapter
 from lightning_fasttrain.finetune.prompts.add_prompt import add_prompt_, find_language_model
-from lightning_fasttrain.finetune.selection.adapter_switches import has_prompt
 from lightning_fasttrain.finetune.selection.base_fingerprint import adapters_on
+from lightning_fasttrain.finetune.selection.float32_adapters import has_prompt
 from lightning_fasttrain.finetune.selection.targets import require_peft
 
 

@@ -14,8 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lightning_fasttrain.core.checks import check_arguments, require
 from lightning_fasttrain.core.messages import explain, list_some, say
 from lightning_fasttrain.core.modules.select import Blocks
-from lightning_fasttrain.finetune.quantized.quantizable import sort_out
-from lightning_fasttrain.finetune.quantized.quantized_base import check_settings, choose_compute_dtype, report
+from lightning_fasttrain.finetune.quantized.quantized_base import check_settings, choose_compute_dtype, report, sort_out
 from lightning_fasttrain.finetune.quantized.quantized_layer import FLOATS, quantize_layer_, round_bias_
 from lightning_fasttrain.finetune.quantized.quantized_state import keep_quantized_
 from lightning_fasttrain.finetune.quantized.quantized_tensor import quantize_tensor_

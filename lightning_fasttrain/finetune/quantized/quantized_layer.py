@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_fasttrain.core.checks import PositiveInt, check_arguments, one_of, require
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.core.modules.layer_kinds import CONV1D, find_imported_class, is_a
 from lightning_fasttrain.core.modules.parameters import quantized_tensors
+from lightning_fasttrain.core.modules.select import CONV1D, find_imported_class, is_a
 
 KINDS = ("nf4", "fp4", "int8")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that can be quantised, and used as compute dtype

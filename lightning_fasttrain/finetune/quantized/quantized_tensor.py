@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fasttrain.core.modules.layer_kinds import is_a, stands_for
 from lightning_fasttrain.core.modules.recomputation import without_graph
+from lightning_fasttrain.core.modules.select import is_a, stands_for
 from lightning_fasttrain.core.modules.wrapped_forward import Replacement, WrappedForward, wrappers_on
 from lightning_fasttrain.finetune.quantized.quantized_layer import dequantized_weight, quantize_layer_
 from lightning_fasttrain.finetune.quantized.quantized_state import keep_quantized_

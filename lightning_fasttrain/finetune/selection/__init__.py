@@ -3,5 +3,5 @@
 Only ``swap_head`` adds parameters.
 
 From the bottom up: ``qualified_names``, ``freezing``, ``swap_head``, ``base_fingerprint``, ``gradual_unfreezing``,
-``uncovered_weights``, ``targets``, ``adapter_switches``, ``float32_adapters``.
+``targets``, ``float32_adapters``.
 """

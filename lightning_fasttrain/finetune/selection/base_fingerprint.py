@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.messages import explain, list_some
-from lightning_fasttrain.core.modules.layer_kinds import TUNER, WRAPPER, is_a, stands_for
+from lightning_fasttrain.core.modules.select import TUNER, WRAPPER, is_a, stands_for
 from lightning_fasttrain.finetune.selection.qualified_names import list_trainable, names_not_in
 
 Fingerprint = dict[str, str]

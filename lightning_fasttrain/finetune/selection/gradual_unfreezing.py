@@ -27,8 +27,7 @@ from lightning_fasttrain.finetune.selection.freezing import (
     show_unfrozen_,
 )
 from lightning_fasttrain.technique import Exactness, Technique
-from lightning_fasttrain.technique.facts import Facts
-from lightning_fasttrain.technique.predicted_step import PredictedStep
+from lightning_fasttrain.technique.declarations import Facts, PredictedStep
 
 Groups = Sequence[Named | Sequence[Named]]
 

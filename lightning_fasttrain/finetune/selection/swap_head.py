@@ -9,8 +9,7 @@ from lightning_fasttrain.core.checks import PositiveInt, check_arguments
 from lightning_fasttrain.core.host.late_parameters import notices_late_parameters
 from lightning_fasttrain.core.messages import explain, say, warn
 from lightning_fasttrain.core.modules.heads import find_heads
-from lightning_fasttrain.core.modules.layer_kinds import HUGGING_FACE_MODEL, base_of, is_a
-from lightning_fasttrain.core.modules.select import has_parameters
+from lightning_fasttrain.core.modules.select import HUGGING_FACE_MODEL, base_of, has_parameters, is_a
 from lightning_fasttrain.core.modules.wrapped_forward import told_heads
 from lightning_fasttrain.finetune.selection.qualified_names import find_modules, prefix_of
 

@@ -12,9 +12,8 @@ from torch import nn
 
 from lightning_fasttrain.core.checks import check_arguments, one_of
 from lightning_fasttrain.core.messages import explain, note_once, number_of, say, warn
-from lightning_fasttrain.core.modules.blocks import Blocks, find_blocks
+from lightning_fasttrain.core.modules.blocks import Blocks, disable_cache_, find_blocks
 from lightning_fasttrain.core.modules.heads import find_heads
-from lightning_fasttrain.core.modules.key_value_cache import disable_cache_
 from lightning_fasttrain.core.modules.select import has_parameters, is_inside
 from lightning_fasttrain.core.modules.wrapped_forward import (
     Undo,
@@ -30,8 +29,7 @@ from lightning_fasttrain.model.activation_offload import ActivationOffload
 from lightning_fasttrain.model.compile.compiled_code import CompiledEntry, has_cuda_graphs, key_of_code
 from lightning_fasttrain.model.compile.compiled_forward import CompiledForward, CompiledLoss, DisabledCache
 from lightning_fasttrain.technique import Capability, Conflict, Exactness, Setting, Surgery, Technique
-from lightning_fasttrain.technique.facts import Facts, why_no_blocks
-from lightning_fasttrain.technique.predicted_step import PredictedStep
+from lightning_fasttrain.technique.declarations import Facts, PredictedStep, why_no_blocks
 
 _MANY_OUTPUTS = 16_000  # of a head; its loss takes 0.85 times as long compiled, by examples/chunked_loss.py
 _MANY_RECOMPILES = 7  # with the first compilation, torch's limit of 8 for one code object

@@ -14,10 +14,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from lightning_fasttrain.core.distributed import is_sharded
-from lightning_fasttrain.core.modules.recomputation import without_graph
-from lightning_fasttrain.core.modules.recomputed_forward import capturing_nothing, recomputed_outside
-from lightning_fasttrain.core.modules.without_dropout import has_dropout, without_dropout
-from lightning_fasttrain.core.modules.wrapped_forward import first_line
+from lightning_fasttrain.core.modules.recomputation import capturing_nothing, recomputed_outside, without_graph
+from lightning_fasttrain.core.modules.wrapped_forward import first_line, has_dropout, without_dropout
 from lightning_fasttrain.core.state.restore import remember
 from lightning_fasttrain.core.state.rng import random_state, set_random_state
 

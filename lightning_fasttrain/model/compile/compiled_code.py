@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.torch_version import TorchVersion
+from torch.utils.checkpoint import CheckpointPolicy
 
 from lightning_fasttrain.core.messages import explain, note_once
 from lightning_fasttrain.core.modules.parameters import device_of
-from lightning_fasttrain.core.modules.without_dropout import has_dropout
-from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, wrappers_on
+from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, has_dropout, wrappers_on
 from lightning_fasttrain.model.compile.compiled_check import Verdict, check_compiled
-from lightning_fasttrain.model.compile.recomputed_attention import RecomputeWithoutRandomState
 
 _MOST_OTHERS = 3  # with the first, half of torch's limit of 8 results: the rest is for other shapes and for evaluation
 _WITHOUT_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
@@ -241,3 +241,57 @@ def _add_settings(block: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
         told = ", ".join(f"{fault.what} (torch issue {fault.issue})" for fault in faults)
         note_once(f"CompileBlocks: {type(block).__name__} is compiled with {faults[0].options} to avoid wrong {told}")
     return {**options, "options": settings}
+
+
+_KINDS = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+)
+
+_LIBRARY = torch.library.Library("lightning_fasttrain", "FRAGMENT")
+_RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+
+
+class RecomputeWithoutRandomState(CustomGraphPass):
+    """A pass over the joint graph of forward and backward: attention that draws nothing is not marked as random.
+
+    PyTorch marks attention as random whatever its dropout is. A random operation that is recomputed in the backward
+    runs inside a Python function that saves the generator's state, or restores it, which took a quarter of the host's
+    time of a step of a small GPT. Each one without dropout is replaced by an operation of the same schema that calls
+    it and is not marked.
+    """
+
+    def __init__(self) -> None:
+        self.unmarked = _define_unmarked()  # code that is loaded from the compiler's cache calls them without this pass
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for node in graph.nodes:
+            if node.meta.get("recompute") in _RECOMPUTED and node.target in self.unmarked and draws_nothing(node):
+                node.target = self.unmarked[node.target]
+
+    def uuid(self) -> bytes:
+        return get_hash_for_files((__file__,))
+
+
+def draws_nothing(node: fx.Node) -> bool:
+    """Whether the node, a kind of attention, has a dropout of exactly zero."""
+    operation: Any = node.target
+    arguments = operation._schema.arguments
+    at = next(i for i, argument in enumerate(arguments) if argument.name == "dropout_p")
+    dropout: Any = node.args[at] if at < len(node.args) else node.kwargs.get("dropout_p", arguments[at].default_value)
+    return dropout == 0.0
+
+
+@functools.cache
+def _define_unmarked() -> dict[Any, torch._ops.OpOverload]:
+    """Return each kind of attention → an operation of the same schema that calls it, once defined for the process."""
+    found = {}
+    for kind in _KINDS:
+        marked = getattr(torch.ops.aten, kind).default
+        name = kind.lstrip("_")
+        _LIBRARY.define(str(marked._schema).replace(f"aten::{kind}", name, 1), tags=(torch.Tag.pt2_compliant_tag,))
+        _LIBRARY.impl(name, marked, "CompositeExplicitAutograd")  # also called with fake tensors, for shapes
+        found[marked] = getattr(torch.ops.lightning_fasttrain, name).default
+    return found

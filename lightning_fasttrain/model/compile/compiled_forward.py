@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_fasttrain.core.messages import explain, note_once, warn_on_any_rank
-from lightning_fasttrain.core.modules.first_derivatives import refuse_second_derivative
+from lightning_fasttrain.core.modules.recomputation import refuse_second_derivative
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, WrappedForward, first_line, undo_all, wrappers_on
 from lightning_fasttrain.model.compile.compiled_code import CompiledCode, CompiledEntry, list_faults, runs_class_forward
 

@@ -10,7 +10,7 @@ from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.messages import explain, note_once
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.technique import Exactness, Technique
-from lightning_fasttrain.technique.facts import Facts
+from lightning_fasttrain.technique.declarations import Facts
 
 _NOT_HERE = "there is no CUDA device here, and cuDNN runs on no other"
 

@@ -11,7 +11,7 @@ from lightning_fasttrain.core.checks import check_arguments, one_of
 from lightning_fasttrain.core.messages import note_once
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.technique import Exactness, Technique
-from lightning_fasttrain.technique.facts import Facts
+from lightning_fasttrain.technique.declarations import Facts
 
 # The values of fp32_precision on CUDA, and the corresponding value of set_float32_matmul_precision.
 _OLD_WORD = {"tf32": "high", "ieee": "highest"}

@@ -2,5 +2,5 @@
 
 The first steps of the training are measured, the choice is solved exactly, and its peak is checked.
 
-From the bottom up: ``block_cost``, ``checkpoint_plan``, ``planned_forward``, ``block_profiler``, ``memory_budget``.
+From the bottom up: ``block_cost``, ``checkpoint_plan``, ``block_profiler``, ``memory_budget``.
 """

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy as Keep
 from lightning_fasttrain.core.distributed import largest_over_ranks
 from lightning_fasttrain.core.modules.parameters import device_of
 from lightning_fasttrain.core.modules.recomputation import without_graph
-from lightning_fasttrain.model.checkpointed_forward import CheckpointedForward
+from lightning_fasttrain.model.activation_checkpointing import CheckpointedForward
 
 _REPEATS = 2  # timed runs; the fastest counts
 # Minimum fraction of the forward that is recomputed; differences of noisy times may be meaningless.

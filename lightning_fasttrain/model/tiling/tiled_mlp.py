@@ -9,8 +9,16 @@ from torch import nn
 from lightning_fasttrain.core.checks import PositiveInt, check_arguments
 from lightning_fasttrain.core.messages import explain, list_some
 from lightning_fasttrain.core.modules.blocks import Blocks, find_blocks
-from lightning_fasttrain.core.modules.layer_kinds import is_linear, layers_of
-from lightning_fasttrain.core.modules.select import as_list, is_inside, is_part_of, keep_outermost, list_kinds, select
+from lightning_fasttrain.core.modules.select import (
+    as_list,
+    is_inside,
+    is_linear,
+    is_part_of,
+    keep_outermost,
+    layers_of,
+    list_kinds,
+    select,
+)
 from lightning_fasttrain.core.modules.wrapped_forward import (
     Undo,
     count_wrapped,
@@ -18,10 +26,9 @@ from lightning_fasttrain.core.modules.wrapped_forward import (
     undo_all,
     wrappers_in,
 )
-from lightning_fasttrain.model.tiling.tiled_forward import TiledForward, explain_mixing
-from lightning_fasttrain.model.tiling.token_trial import can_run, why_tokens_mix
+from lightning_fasttrain.model.tiling.tiled_forward import TiledForward, can_run, explain_mixing, why_tokens_mix
 from lightning_fasttrain.technique import Capability, Surgery, Technique
-from lightning_fasttrain.technique.facts import Facts, why_no_blocks
+from lightning_fasttrain.technique.declarations import Facts, why_no_blocks
 
 # Where a module cannot be tried before the run, its name decides, and the first call tries it.
 _NAMED = re.compile(r"mlp|feed_?forward|ffn|ff$|dense_?relu", re.IGNORECASE)

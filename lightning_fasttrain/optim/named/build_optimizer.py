@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fasttrain.core.checks import NonNegativeFloat, PositiveFloat, check_arguments, one_of, require
-from lightning_fasttrain.core.host.same_gradients import has_same_gradients
+from lightning_fasttrain.core.host.lightning import has_same_gradients
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.optim.closure_optimizer import Groups
 from lightning_fasttrain.optim.galore_groups import block_matrices, galore_groups

@@ -1,4 +1,4 @@
 """Explain which techniques act on a model, and which others could.
 
-From the bottom up: ``training_setup``, ``explain``, ``why_not``.
+From the bottom up: ``why_not``, ``explain``.
 """

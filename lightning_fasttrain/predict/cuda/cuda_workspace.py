@@ -11,7 +11,7 @@ from torch import Tensor, ops
 from torch.backends import cudnn
 
 from lightning_fasttrain.predict.allocation_trace import Workspace
-from lightning_fasttrain.predict.cuda.cuda_attention import efficient_backward, flash_backward
+from lightning_fasttrain.predict.cuda.cuda_dispatch import efficient_backward, flash_backward
 from lightning_fasttrain.predict.kernel_workspace import softmax_copies
 
 PROCESSORS, THREADS = 132, 2048  # of an H100 or H200: streaming multiprocessors, and resident threads of each

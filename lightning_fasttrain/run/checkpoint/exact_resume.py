@@ -10,8 +10,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_fasttrain.core.distributed import is_sharded
-from lightning_fasttrain.core.files.guarded_loading import guard_loading
-from lightning_fasttrain.core.files.newest_checkpoint import explain_missing_last
+from lightning_fasttrain.core.files.newest_checkpoint import explain_missing_last, guard_loading
 from lightning_fasttrain.core.host.lightning import (
     DataFetcher,
     accumulation_continues,
@@ -24,19 +23,25 @@ from lightning_fasttrain.core.messages import explain, list_some, warn
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.core.state.rng import random_state
 from lightning_fasttrain.run.checkpoint.gathered_states import gather, gather_gradients, pack
-from lightning_fasttrain.run.checkpoint.loaders.loader_rng import generator_states
+from lightning_fasttrain.run.checkpoint.loaders.dataset_state import generator_states
 from lightning_fasttrain.run.checkpoint.loaders.resumable_loader import ResumableLoader
-from lightning_fasttrain.run.checkpoint.loop_progress import (
+from lightning_fasttrain.run.checkpoint.resume_state import (
+    ResumeState,
     SavePoint,
+    add_logged,
     complete_batch_,
     count_as_ended,
     find_save_point,
+    hold_loader,
+    keeps_its_state,
     list_left_out,
+    read_forgotten,
+    read_metrics,
     resume_after_batch,
     resume_after_epoch,
+    set_generators,
     step_takes_batches,
 )
-from lightning_fasttrain.run.checkpoint.resume_state import ResumeState, hold_loader, keeps_its_state, set_generators
 from lightning_fasttrain.run.checkpoint.run_fingerprint import (
     any_sums_batches,
     describe_loader,
@@ -47,7 +52,6 @@ from lightning_fasttrain.run.checkpoint.run_fingerprint import (
     refuse_other_optimizers,
     with_restored,
 )
-from lightning_fasttrain.run.checkpoint.unsaved_state import add_logged, read_forgotten, read_metrics
 from lightning_fasttrain.technique import Technique
 
 KEY = "ExactResume"

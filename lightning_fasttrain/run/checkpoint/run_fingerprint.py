@@ -15,8 +15,7 @@ from torch.utils.data import ConcatDataset, RandomSampler, SequentialSampler, Su
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.select import class_name
 from lightning_fasttrain.technique import Capability, Exactness, Technique
-from lightning_fasttrain.technique.arguments import settings_of
-from lightning_fasttrain.technique.technique import techniques_of
+from lightning_fasttrain.technique.technique import settings_of, techniques_of
 
 _OPTIMIZERS, _GROUPS, _SCHEDULES, _TECHNIQUES = "optimizers", "parameters per group", "schedules", "techniques"
 _PROCESSES = "processes"

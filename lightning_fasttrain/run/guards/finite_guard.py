@@ -1,5 +1,8 @@
 """Skip steps with a loss or gradient that is not finite, on all ranks, and name the cause."""
 
+import itertools
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -9,25 +12,32 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_iter
 
 from lightning_fasttrain.core.checks import PositiveInt, check_arguments
 from lightning_fasttrain.core.distributed import is_sharded
 from lightning_fasttrain.core.host.lightning import accumulation_continues
-from lightning_fasttrain.core.host.zero_steps import has_unfinite_gradient, is_deepspeed, unwrap_optimizer
+from lightning_fasttrain.core.host.zero_steps import (
+    has_unfinite_gradient,
+    is_deepspeed,
+    unwrap_optimizer,
+    whole_gradient,
+)
 from lightning_fasttrain.core.messages import explain, list_some
 from lightning_fasttrain.core.modules.parameters import gradients_of, parameters_of
 from lightning_fasttrain.core.modules.select import modules_of
-from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, first_line, patch
+from lightning_fasttrain.core.state.restore import remember
 from lightning_fasttrain.run.checkpoint.gathered_states import gather_values
-from lightning_fasttrain.run.guards.judged_steps import JudgedSteps
-from lightning_fasttrain.run.guards.locate_nan import first_layer_in_forward, is_unfinite, last_bad_gradient
 from lightning_fasttrain.run.guards.step_guard import (
+    JudgedSteps,
     StepGuard,
     agree,
     device_of,
     has_room_for_nan,
     has_unfinite,
     hold_steps_,
+    local_values,
 )
 
 
@@ -306,3 +316,73 @@ def _statistics_of(model: nn.Module) -> list[Tensor]:
     """Return buffers that BatchNorm and similar layers update in each forward, even if the step is skipped."""
     norms = modules_of(model, nn.modules.batchnorm._NormBase)
     return [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
+
+
+def is_unfinite(values: object) -> bool:
+    """Whether a tensor among ``values`` contains NaN or infinity. Waits for the device."""
+    for value in tree_iter(values):
+        if isinstance(value, Tensor) and value.is_floating_point() and not local_values(value).isfinite().all():
+            return True
+    return False
+
+
+def first_layer_in_forward(model: nn.Module, repeat: Callable[[], object]) -> str:
+    """Repeat the forward and return the first module whose output is not finite although its inputs are.
+
+    Gradients are not computed, changes that ``repeat`` makes to the model and the random states are undone, and its
+    logged values are dropped.
+
+    Args:
+        model: the model whose modules are watched.
+        repeat: runs the forward.
+
+    Returns:
+        Half a sentence for a message.
+    """
+    found: list[str] = []
+    with ExitStack() as undo:
+        # The repeated forward changes statistics and random states.
+        undo.callback(remember([model]))
+        for hook in ("log", "log_dict"):
+            if hasattr(model, hook):
+                undo.callback(patch(model, hook, lambda *args, **kwargs: None))
+        for name, module in model.named_modules():
+            undo.callback(module.register_forward_hook(_note(name, found), with_kwargs=True).remove)
+        try:
+            # The hooks of inner modules run before those of the modules around them, so the first finding is
+            # the innermost module.
+            with torch.no_grad():
+                repeat()
+        except Exception as error:
+            # The step itself ran, so only the search for its NaN fails here.
+            return f"its layer was not found ({first_line(error)})"
+    return next(iter(found), "the non-finite value could not be reproduced by repeating the forward")
+
+
+def _note(name: str, found: list[str]) -> Callable[..., None]:
+    def look(module: nn.Module, args: object, kwargs: object, output: object) -> None:
+        if found or not is_unfinite(output):
+            return
+        where = f"{name or 'the model itself'} ({type(module).__name__})"
+        # Only the module's own weights: an inner module's would have been found there.
+        own = itertools.chain(module.parameters(recurse=False), module.buffers(recurse=False))
+        if is_unfinite((args, kwargs)):
+            found.append(f"in the input of {where}")
+        elif is_unfinite(list(own)):
+            found.append(f"in a weight of {where}")
+        else:
+            found.append(f"in the output of {where}")
+
+    return look
+
+
+def last_bad_gradient(named: Iterable[tuple[str, nn.Parameter]]) -> str:
+    """Return the parameter nearest to the loss whose gradient is not finite, as half a sentence; "" if all are finite.
+
+    The backward passes a NaN on from the loss to the first layers. In models that define their layers in the order of
+    the forward, the NaN therefore began in the last-defined of the bad ones. Under ZeRO all ranks take part.
+    """
+    for name, parameter in reversed(list(named)):
+        if is_unfinite(whole_gradient(parameter)):
+            return f"in the gradient of {name}"
+    return ""

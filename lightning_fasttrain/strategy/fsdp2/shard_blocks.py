@@ -1,23 +1,29 @@
 """Sharding of a model's blocks, and of the remaining parameters, over a device mesh with ``fully_shard`` (FSDP2)."""
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_fasttrain.core.checks import check_arguments, one_of
 from lightning_fasttrain.core.device import GIB
+from lightning_fasttrain.core.distributed import rank_count
 from lightning_fasttrain.core.messages import explain, list_some, note_once
 from lightning_fasttrain.core.modules.blocks import Blocks, find_blocks
 from lightning_fasttrain.core.modules.parameters import bytes_of, count_uses, parameters_of
+from lightning_fasttrain.core.modules.select import has_parameters, modules_inside
 from lightning_fasttrain.predict.predict_memory import PRECISIONS
 from lightning_fasttrain.strategy.fsdp2.packed_weights import (
     is_opaque,
@@ -25,8 +31,6 @@ from lightning_fasttrain.strategy.fsdp2.packed_weights import (
     unwrap_packed_,
     whole_parameters,
 )
-from lightning_fasttrain.strategy.fsdp2.replicated_scalars import is_replicated, replicate_scalars_
-from lightning_fasttrain.strategy.fsdp2.separate_groups import refuse_mixed, shard_norms_, shard_other_dtypes_
 from lightning_fasttrain.strategy.shardable_optimizer import has_own_kernels
 from lightning_fasttrain.strategy.tensor_parallel.parallelize import shard_axis
 
@@ -311,3 +315,153 @@ def without_gradient_reduction(model: nn.Module) -> Iterator[None]:
         _not_reducing.difference_update(sharded)
         for module in sharded:
             module.set_requires_gradient_sync(True, recurse=False)
+
+
+_replicated: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def replicate_scalars_(model: nn.Module, device: torch.device | None = None) -> set[nn.Parameter]:
+    """Average the gradients of all parameters without a dimension over the ranks, in each backward.
+
+    FSDP2 cannot shard them. They stay plain parameters, whose hooks average what has been summed so far: the average of
+    earlier micro-batches is identical on all ranks, so that averaging it again does not change it.
+
+    Args:
+        model: the model; calling it a second time does nothing.
+        device: the device to move them to; by default they are not moved.
+
+    Returns:
+        These parameters, for ``fully_shard`` to ignore.
+
+    Example:
+        >>> net = nn.Linear(2, 2)
+        >>> net.scale = nn.Parameter(torch.tensor(1.0))
+        >>> len(replicate_scalars_(net))
+        1
+    """
+    scalars = {parameter for parameter in model.parameters() if parameter.ndim == 0 and parameter.is_floating_point()}
+    for parameter in scalars:
+        if device is not None and not parameter.is_meta:
+            parameter.data = parameter.data.to(device)
+        if parameter.requires_grad and not is_replicated(parameter):
+            _replicated[parameter] = True
+            parameter.register_post_accumulate_grad_hook(_average_)
+    return scalars
+
+
+def is_replicated(parameter: Tensor) -> bool:
+    """Return whether the gradient of a parameter is averaged by :func:`replicate_scalars_`."""
+    return parameter in _replicated
+
+
+@torch.no_grad()
+def _average_(parameter: Tensor) -> None:
+    # Not ReduceOp.AVG, which gloo lacks. Ranks of a tensor group have the same gradient.
+    if rank_count() > 1 and parameter.grad is not None:
+        dist.all_reduce(parameter.grad)
+        parameter.grad.div_(rank_count())
+
+
+def shard_norms_(block: nn.Module, options: dict[str, Any]) -> None:
+    """Shard each norm of a block separately.
+
+    A norm is a layer whose parameters have one dimension: it works by element, which autocast leaves in float32.
+    """
+    _shard_each_(block, lambda norm: all(p.ndim == 1 for p in norm.parameters()), options)
+
+
+def shard_other_dtypes_(
+    model: nn.Module, blocks: Iterable[nn.Module], options: dict[str, Any]
+) -> dict[nn.Module, MixedPrecisionPolicy]:
+    """Shard modules separately whose trained parameters are not of the dtype in which most of the model trains.
+
+    They are gathered in their own dtype, and their gradients are reduced in it, or in the policy's if that is wider.
+
+    Args:
+        model: the model, unsharded, and accepted by :func:`refuse_mixed`.
+        blocks: the modules that will be sharded separately.
+        options: arguments of ``fully_shard``.
+
+    Returns:
+        The policies of blocks that train in such a dtype as a whole, and are not sharded yet.
+    """
+    policy: MixedPrecisionPolicy = options["mp_policy"]
+    of_blocks: dict[nn.Module, MixedPrecisionPolicy] = {}
+    for dtype in _dtypes(model.parameters()) - {_usual_dtype(model)}:
+        reduced = torch.promote_types(dtype, policy.reduce_dtype or dtype)
+        own = replace(policy, param_dtype=None, reduce_dtype=reduced)
+        entirely = {block for block in blocks if _dtypes(block.parameters()) == {dtype}}
+        of_blocks.update(dict.fromkeys(entirely, own))
+        left = modules_inside(entirely)
+        # Those inside of blocks first, which are gathered when the block starts.
+        for part in (*blocks, model):
+            is_meant = partial(_trains_in, dtype, left)
+            _shard_each_(part, is_meant, {**options, "mp_policy": own})
+    return of_blocks
+
+
+def _trains_in(dtype: torch.dtype, left: set[nn.Module], module: nn.Module) -> bool:
+    return module not in left and _dtypes(module.parameters()) == {dtype}
+
+
+def _shard_each_(part: nn.Module, is_meant: Callable[[nn.Module], bool], options: dict[str, Any]) -> None:
+    """Shard modules of a part of the model separately, and gather them when it starts: fused layers use them directly.
+
+    They are never resharded between forward and backward.
+    """
+    chosen: list[FSDPModule] = []
+    # From the inside out: a module's group has the parameters that no inner group has.
+    for module in reversed(list(part.modules())):
+        has_own = has_parameters(module, recurse=False)
+        # One inside of another is sharded already.
+        sharded = any(isinstance(inner, FSDPModule) for inner in module.modules())
+        if has_own and not sharded and module is not part and is_meant(module):
+            chosen.append(fully_shard(module, reshard_after_forward=False, **options))
+
+    def gather(*_: object) -> None:
+        for module in chosen:
+            module.unshard()
+
+    if chosen:
+        part.register_forward_pre_hook(gather)
+
+
+def refuse_mixed(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
+    """Refuse parameters that cannot be reduced in their dtype, since no module holds them apart from others.
+
+    Raises:
+        ValueError: a module, a block or the model itself holds trained parameters of several dtypes, or modules share
+            one that is not of the usual dtype. Names the parameter.
+    """
+    usual, groups = _usual_dtype(model), [model, *blocks]
+    uses = count_uses(model)
+    for name, parameter in model.named_parameters():
+        if parameter.dtype not in _dtypes([parameter]) - {usual}:
+            continue
+        module = model.get_submodule(name.rpartition(".")[0])
+        why = None
+        mixed = len(_dtypes(module.parameters())) > 1
+        if module in groups and mixed:
+            why = f"it belongs directly to a group that trains in {usual}"
+        elif mixed:
+            why = "its module holds parameters of other dtypes too"
+        elif uses[parameter] > 1:
+            why = f"several modules share it, in a model that trains in {usual}"
+        if why is not None:
+            why = f"{why}; gradients of a group are reduced together, in one dtype"
+            way_out = "Put it in a module of its own, or train in one dtype: model.to(torch.float32)"
+            raise ValueError(explain(f"'{name}' trains in {parameter.dtype}", why, way_out))
+
+
+def _usual_dtype(model: nn.Module) -> torch.dtype | None:
+    """Return the dtype of most trained elements; None if none train."""
+    elements: Counter[torch.dtype] = Counter()
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.ndim > 0:
+            elements[parameter.dtype] += parameter.numel()
+    return max(elements, key=lambda dtype: elements[dtype], default=None)
+
+
+def _dtypes(parameters: Iterable[nn.Parameter]) -> set[torch.dtype]:
+    """Return the dtypes of those that train and are sharded: frozen ones have no gradient to reduce."""
+    return {parameter.dtype for parameter in parameters if parameter.requires_grad and parameter.ndim > 0}

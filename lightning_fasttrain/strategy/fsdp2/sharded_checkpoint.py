@@ -34,8 +34,8 @@ from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.distributed import agree_on_all_ranks
 from lightning_fasttrain.core.files.atomic_write import write_atomic
 from lightning_fasttrain.core.files.checkpoint_folder import checkpoint_folder, verify_checkpoint
+from lightning_fasttrain.core.files.newest_checkpoint import KEY, step_in
 from lightning_fasttrain.core.files.remote_checkpoint import remote_folder
-from lightning_fasttrain.core.files.run_mark import KEY, step_in
 from lightning_fasttrain.core.files.safe_load import (
     MOST_AXES,
     CorruptCheckpoint,
@@ -48,8 +48,7 @@ from lightning_fasttrain.core.files.safe_load import (
 )
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.parameters import parameters_of
-from lightning_fasttrain.core.state.by_parameter import find_by_parameter, replace_at
-from lightning_fasttrain.core.state.select_entries import only, split_tensors
+from lightning_fasttrain.core.state.select_entries import find_by_parameter, only, replace_at, split_tensors
 from lightning_fasttrain.strategy.fsdp2.sharded_optimizer import (
     is_taken_apart,
     join,

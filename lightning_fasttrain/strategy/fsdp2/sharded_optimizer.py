@@ -15,8 +15,7 @@ from torch.optim import Optimizer
 from lightning_fasttrain.core.files.safe_load import as_corrupt
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.parameters import names_of_parameters, parameters_of
-from lightning_fasttrain.core.state.by_parameter import find_by_parameter, replace_at
-from lightning_fasttrain.core.state.select_entries import split_tensors
+from lightning_fasttrain.core.state.select_entries import find_by_parameter, replace_at, split_tensors
 from lightning_fasttrain.optim.closure_optimizer import Groups, groups_over
 
 # Layouts of a tensor; otherwise the dimension that it is sharded along.

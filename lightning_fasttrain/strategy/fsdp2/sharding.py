@@ -17,11 +17,10 @@ from torch.optim import Optimizer
 from lightning_fasttrain.core.checks import one_of, positive_int
 from lightning_fasttrain.core.distributed import from_rank_zero
 from lightning_fasttrain.core.files.background_save import BackgroundSave
-from lightning_fasttrain.core.files.newest_checkpoint import whole_or_older
+from lightning_fasttrain.core.files.newest_checkpoint import KEY, mark_of, step_in, whole_or_older
 from lightning_fasttrain.core.files.remote_checkpoint import fetched_on_each_node
-from lightning_fasttrain.core.files.run_mark import KEY, mark_of, step_in
 from lightning_fasttrain.core.files.safe_load import is_object_storage, local_path
-from lightning_fasttrain.core.host.unfit_models import refuse_earlier_shards
+from lightning_fasttrain.core.host.late_parameters import refuse_earlier_shards
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.blocks import Blocks
 from lightning_fasttrain.core.modules.parameters import local_part
@@ -32,10 +31,10 @@ from lightning_fasttrain.strategy.fsdp2.broadcast_weights import (
     whole_on_rank_zero,
 )
 from lightning_fasttrain.strategy.fsdp2.packed_weights import is_opaque
-from lightning_fasttrain.strategy.fsdp2.replicated_scalars import replicate_scalars_
 from lightning_fasttrain.strategy.fsdp2.shard_blocks import (
     OFFLOADS,
     precision_policy,
+    replicate_scalars_,
     shard_blocks_,
     without_gradient_reduction,
 )

@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.select import modules_inside
-from lightning_fasttrain.core.modules.without_dropout import has_dropout
+from lightning_fasttrain.core.modules.wrapped_forward import has_dropout
 from lightning_fasttrain.strategy.tensor_parallel.attention_and_mlp import is_attention
 from lightning_fasttrain.strategy.tensor_parallel.divided_tokens.sequence import SequenceParallel
 from lightning_fasttrain.strategy.tensor_parallel.divisors import HEADS, KEY_VALUE_HEADS, common_divisors

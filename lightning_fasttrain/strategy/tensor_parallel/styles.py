@@ -13,8 +13,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.core.modules.layer_kinds import CONV1D, is_a
-from lightning_fasttrain.core.modules.select import has_parameters
+from lightning_fasttrain.core.modules.select import CONV1D, has_parameters, is_a
 from lightning_fasttrain.strategy.tensor_parallel.layouts import SUMMED, Layout, shard_of
 
 _LINEAR = ("torch.nn.Linear", CONV1D)

@@ -130,10 +130,7 @@ class StageQuestion:
 
 
 def step_to_predict(trainer: L.Trainer) -> dict[str, Any]:
-    """Return the batch and the techniques of a step as ``predict_strategies`` takes them; no batch if none can be read.
-
-    The batch is collated from the loader's dataset directly, so that its sampler and workers do not change.
-    """
+    """Return the batch and the techniques of a step as ``predict_strategies`` takes them; no batch if none can be read."""
     loader = training_loader(trainer)
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         say("ZeRO stage: chosen without activations, since a batch of this loader cannot be read without consuming it")
@@ -142,15 +139,22 @@ def step_to_predict(trainer: L.Trainer) -> dict[str, Any]:
     techniques = [c for c in trainer.callbacks if isinstance(c, Technique) and c.surgery is None]
     before = random_state()
     try:
-        dataset: Any = loader.dataset
-        if loader.batch_sampler is None:
-            return {"batch": loader.collate_fn(dataset[0]), "techniques": techniques}
-        size: Any = loader.batch_size or vars(loader.batch_sampler)["batch_size"]
-        samples = [dataset[i % len(dataset)] for i in range(size)]
-        return {"batch": loader.collate_fn(samples), "techniques": techniques}
+        return {"batch": read_batch(loader), "techniques": techniques}
     except Exception as error:
         # A user's dataset may do anything; the choice continues without activations.
         say("ZeRO stage: chosen without activations, since a batch cannot be read: %s", error)
         return {}
     finally:
         set_random_state(before)
+
+
+def read_batch(loader: DataLoader) -> Any:
+    """Read one batch from the loader's dataset directly, and collate it as the loader does.
+
+    The loader's sampler and workers are not used, so their state does not change.
+    """
+    dataset: Any = loader.dataset  # map-style, as the caller has checked
+    if loader.batch_sampler is None:
+        return loader.collate_fn(dataset[0])
+    size: Any = loader.batch_size or vars(loader.batch_sampler)["batch_size"]
+    return loader.collate_fn([dataset[i % len(dataset)] for i in range(size)])

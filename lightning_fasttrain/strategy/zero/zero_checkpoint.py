@@ -17,9 +17,8 @@ from lightning_fasttrain.core.files.checkpoint_folder import (
     read_manifest,
     scratch_folder,
 )
-from lightning_fasttrain.core.files.newest_checkpoint import whole_or_older
+from lightning_fasttrain.core.files.newest_checkpoint import mark_of, whole_or_older
 from lightning_fasttrain.core.files.remote_checkpoint import fetched_on_each_node, remote_folder
-from lightning_fasttrain.core.files.run_mark import mark_of
 from lightning_fasttrain.core.files.safe_load import is_object_storage, local_path, refuse_unreadable
 from lightning_fasttrain.core.messages import explain, warn
 from lightning_fasttrain.core.modules.wrapped_forward import patched

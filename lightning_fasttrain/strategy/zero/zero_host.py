@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightning_fasttrain.core.checks import PositiveFloat, require
 from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.distributed import rank_count, rank_here, smallest_over_ranks
-from lightning_fasttrain.core.host.unfit_models import refuse_earlier_shards
+from lightning_fasttrain.core.host.late_parameters import refuse_earlier_shards
 from lightning_fasttrain.core.messages import explain, say, wide_enough
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.core.state.select_entries import only
@@ -33,9 +33,8 @@ from lightning_fasttrain.strategy.memory_limits import (
     predict_fits,
 )
 from lightning_fasttrain.strategy.shardable_optimizer import refuse_unshardable
-from lightning_fasttrain.strategy.zero.optimizer_fixes import refuse_replaced
 from lightning_fasttrain.strategy.zero.stage_question import StageQuestion, without_defaults
-from lightning_fasttrain.strategy.zero.zero_engine import Engine, import_deepspeed
+from lightning_fasttrain.strategy.zero.zero_engine import Engine, import_deepspeed, refuse_replaced
 from lightning_fasttrain.strategy.zero.zero_states import STAGES, Held, ZeROSizes, ZeROStage, held_by, usual_sizes
 
 _CONFIGURED = {

@@ -1,4 +1,4 @@
 """Runs a step on a few samples, unsplit and in micro-batches, without side effects.
 
-From the bottom up: ``deterministic_step``, ``looks``, ``sample_rows``, ``runs``, ``step_function``, ``try_split``.
+From the bottom up: ``deterministic_step``, ``sample_rows``, ``runs``, ``try_split``.
 """

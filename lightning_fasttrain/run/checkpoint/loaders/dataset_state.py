@@ -1,19 +1,23 @@
-"""The position that a dataset keeps by itself, in this process or in each worker, so that no sample is read again."""
+"""State of datasets, samplers and generators of a loader, so that a resumed epoch continues with its next batch."""
 
 import copy
+import hashlib
 import inspect
-from collections.abc import Callable, Iterator
+import random
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from itertools import islice
 from typing import Any, NamedTuple
 
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, get_worker_info
 
 from lightning_fasttrain.core.files.safe_load import refuse_unreadable
 from lightning_fasttrain.core.messages import explain, warn
 from lightning_fasttrain.core.modules.wrapped_forward import patch
-from lightning_fasttrain.core.state.rng import random_state, set_random_state
-from lightning_fasttrain.run.checkpoint.loaders.loader_rng import generator_states, generators_of, set_generator_state
-from lightning_fasttrain.run.checkpoint.loaders.seeded_passes import skip_indices
+from lightning_fasttrain.core.state.rng import SeededSamples, random_state, set_random_state
 
 
 def keeps_position(dataset: object) -> bool:
@@ -169,3 +173,171 @@ class _RestoringInit:
         for generator, its_state in zip(generators_of(dataset), state["generators"], strict=False):
             set_generator_state(generator, its_state)
         set_random_state(state["random"])
+
+
+def refuse_unseedable(loader: object) -> None:
+    """Refuse a loader whose samples depend on more than their index and the global generators.
+
+    Raises:
+        ValueError: not a DataLoader of a map-style dataset, or the dataset has generators of its own.
+    """
+    what, way_out = f"seed_samples=True with {type(loader).__name__}", "Use seed_samples=False for this loader"
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        raise ValueError(explain(what, "only a DataLoader of a map-style dataset reads samples by index", way_out))
+    if generators_of(loader.dataset):
+        what = f"seed_samples=True with {type(loader.dataset).__name__}"
+        why = "the dataset has generators of its own, whose states in the workers depend on the samples before"
+        raise ValueError(explain(what, why, "Draw from the generators of torch, Python and NumPy instead"))
+
+
+def seed_of_pass(start: Mapping[str, Any]) -> str:
+    """Return a seed that follows from the random states at the start of a pass over the data."""
+    digest = hashlib.sha256()
+    for state in (start["random"]["torch"], *start["generators"]):
+        digest.update(state.numpy().tobytes() if isinstance(state, Tensor) else repr(state).encode())
+    return digest.hexdigest()
+
+
+@contextmanager
+def seeded_rest(loader: DataLoader[object], seed: str, skipped: int) -> Iterator[None]:
+    """Let a pass that is begun inside the context read seeded samples, without the first ``skipped`` batches."""
+    # An iterator reads it when it is created. torch forbids setting it, hence vars().
+    place, dataset = vars(loader), loader.dataset
+    place["dataset"] = SeededSamples(dataset, seed)
+    try:
+        with skip_indices(loader, skipped):
+            yield
+    finally:
+        place["dataset"] = dataset
+
+
+@contextmanager
+def skip_indices(loader: DataLoader[object], skipped: int) -> Iterator[None]:
+    """Let a pass that is begun inside the context start after the indices of the first ``skipped`` batches."""
+    place, indices = vars(loader), "batch_sampler" if loader.batch_sampler is not None else "sampler"
+    sampler = place[indices]
+    if skipped:
+        place[indices] = _Rest(sampler, skipped)
+    try:
+        yield
+    finally:
+        place[indices] = sampler
+
+
+class _Rest:
+    """The entries of a sampler after the first ones, which are drawn and dropped."""
+
+    def __init__(self, inner: Any, skipped: int) -> None:
+        self.inner, self.skipped = inner, skipped
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self.inner), self.skipped, None)
+
+    def __len__(self) -> int:
+        return len(self.inner) - self.skipped
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+
+Generator = torch.Generator | random.Random | np.random.Generator | np.random.RandomState | DistributedSampler
+# `inner` is the attribute of our own wrapper, `_sampler` that of Lightning's wrapper for distributed sampling.
+_HOLDERS = ("inner", "sampler", "batch_sampler", "_sampler", "base_sampler", "dataset", "data_source")
+_DEPTH = 5
+
+
+def generators_of(*holders: object) -> list[Generator]:
+    """Return the generators of these objects and of the samplers and datasets inside them, each once, in a fixed order.
+
+    Example:
+        >>> data = torch.utils.data.DataLoader(range(4), shuffle=True, generator=torch.Generator())
+        >>> generators_of(data) == [data.generator]
+        True
+    """
+    found: dict[int, Generator] = {}
+    for holder in holders:
+        _look(holder, found, set(), _DEPTH)
+    return list(found.values())
+
+
+def _look(holder: object, found: dict[int, Generator], seen: set[int], depth: int) -> None:
+    if depth == 0 or id(holder) in seen or not hasattr(holder, "__dict__"):
+        return
+    seen.add(id(holder))
+    if isinstance(holder, DistributedSampler):
+        # A sampler that draws each epoch's order from its own seed acts as a generator.
+        found.setdefault(id(holder), holder)
+    for name, value in vars(holder).items():
+        if isinstance(value, torch.Generator | random.Random | np.random.Generator | np.random.RandomState):
+            found.setdefault(id(value), value)
+        # Only known names are followed: a dataset may hold anything, such as a model that has generators of its own.
+        elif name in _HOLDERS:
+            _look(value, found, seen, depth - 1)
+
+
+def generator_states(*holders: object) -> list[Any]:
+    """Return the states of the generators of these objects, in the order of :func:`generators_of`."""
+    return list(map(generator_state, generators_of(*holders)))
+
+
+def generator_state(generator: Generator) -> Any:
+    """Return the state of a generator as a tensor, or as plain numbers, lists and dicts."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, DistributedSampler):
+        return generator.seed
+    if isinstance(generator, np.random.Generator):
+        # weights_only=True cannot read NumPy arrays, which some of these states hold.
+        return _to_plain(generator.bit_generator.state)
+    if isinstance(generator, np.random.RandomState):
+        return _to_plain(generator.get_state(legacy=False))
+    return generator.getstate()
+
+
+def set_generator_state(generator: Generator, state: Any) -> None:
+    """Restore the state that :func:`generator_state` returned.
+
+    Example:
+        >>> for generator in (torch.Generator(), random.Random(3), np.random.default_rng(3), np.random.RandomState(3)):
+        ...     state = generator_state(generator)
+        ...     draw = lambda: torch.rand(1, generator=generator) if isinstance(generator, torch.Generator) else (
+        ...         generator.random())
+        ...     first = draw()
+        ...     set_generator_state(generator, state)
+        ...     assert first == draw()
+    """
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, DistributedSampler):
+        generator.seed = state
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(state)
+    else:
+        version, numbers, gauss = state
+        generator.setstate((version, tuple(numbers), gauss))  # setstate accepts only a tuple
+
+
+def restore_generators(generators: list[Generator], states: list[Any]) -> None:
+    """Restore the states of generators, of which there must be as many.
+
+    Raises:
+        ValueError: there are more or fewer.
+    """
+    if len(generators) != len(states):
+        what = f"expected {len(generators)} generator states for a loader, got {len(states)} from the checkpoint"
+        why = "the loader, its sampler or its dataset has changed"
+        raise ValueError(explain(what, why, "Make the loader as in the saved run"))
+    for generator, state in zip(generators, states, strict=True):
+        set_generator_state(generator, state)
+
+
+def _to_plain(value: object) -> Any:
+    if isinstance(value, dict):
+        return {key: _to_plain(item) for key, item in value.items()}
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    return value

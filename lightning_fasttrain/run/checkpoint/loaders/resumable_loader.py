@@ -15,14 +15,17 @@ from lightning_fasttrain.core.host.lightning import passes_of, set_passes_of, wi
 from lightning_fasttrain.core.host.loader_wrapper import WrappedLoader
 from lightning_fasttrain.core.messages import explain, note_once, say, warn
 from lightning_fasttrain.core.state.rng import random_state, set_random_state
-from lightning_fasttrain.run.checkpoint.loaders.dataset_state import DatasetStates, keeps_position
-from lightning_fasttrain.run.checkpoint.loaders.loader_rng import (
+from lightning_fasttrain.run.checkpoint.loaders.dataset_state import (
+    DatasetStates,
     generator_state,
     generator_states,
     generators_of,
+    keeps_position,
+    refuse_unseedable,
     restore_generators,
+    seed_of_pass,
+    seeded_rest,
 )
-from lightning_fasttrain.run.checkpoint.loaders.seeded_passes import refuse_unseedable, seed_of_pass, seeded_rest
 
 _REMEMBERED = 6  # positions: more than anything between the loader and the training step prefetches
 

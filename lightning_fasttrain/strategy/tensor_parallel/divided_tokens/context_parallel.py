@@ -11,8 +11,13 @@ from torch.utils._pytree import tree_map, tree_map_only
 from lightning_fasttrain.architecture.auxiliary_loss import ForwardWithLoss, ModuleWithLoss
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.select import class_if_imported
-from lightning_fasttrain.core.modules.without_dropout import has_dropout, without_dropout
-from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, first_line, wrappers_on
+from lightning_fasttrain.core.modules.wrapped_forward import (
+    WrappedForward,
+    first_line,
+    has_dropout,
+    without_dropout,
+    wrappers_on,
+)
 from lightning_fasttrain.core.state.rng import keep_random_state
 from lightning_fasttrain.data.padding.packed_forward import PackedForward
 from lightning_fasttrain.finetune.frozen_cache.cached_forward import CachedForward
