@@ -130,7 +130,7 @@ class StageQuestion:
 
 
 def step_to_predict(trainer: L.Trainer) -> dict[str, Any]:
-    """Return the batch and the techniques of a step as ``predict_strategies`` takes them; no batch if none can be read."""
+    """Return the batch and the techniques of a step for ``predict_strategies``; no batch if none can be read."""
     loader = training_loader(trainer)
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         say("ZeRO stage: chosen without activations, since a batch of this loader cannot be read without consuming it")
