@@ -1,4 +1,4 @@
-"""Clip each unit's gradient relative to the unit's weights, or the weights themselves."""
+"""Clip gradients relative to the weights of each unit, clip weights, and let fused optimizers clip under autocast."""
 
 from collections.abc import Iterable
 from typing import Any, ClassVar

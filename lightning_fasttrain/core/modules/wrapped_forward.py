@@ -1,4 +1,4 @@
-"""Replace a module's ``forward``, and ask models for their heads."""
+"""Replace the ``forward`` of modules so that it can be undone, patch other attributes, and switch dropout off."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
