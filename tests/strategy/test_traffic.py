@@ -79,7 +79,8 @@ def states(name):
 @pytest.mark.parametrize("name", [name for name in ZERO if "offload" not in name])
 def test_parameters_and_optimizer_memory_equals_the_prediction(found, name):
     most = {key: max(rank[name][key] for rank in found) for key in ("parameters", "optimizer")}
-    assert states(name).parameters == pytest.approx(most["parameters"], abs=16)
+    gathered = max(rank[name].get("whole", 0) for rank in found)  # small parameters, which stay so at stage 3
+    assert states(name).parameters == pytest.approx(most["parameters"] + gathered, abs=16)
     assert states(name).optimizer == most["optimizer"]
 
 
