@@ -222,10 +222,8 @@ def choose_strategy(
     Example:
         >>> net = nn.Sequential(*[nn.Sequential(nn.Linear(512, 512), nn.ReLU()) for _ in range(8)])
         >>> adam = torch.optim.AdamW(net.parameters())
-        >>> step = {"loss": lambda net, batch: net(batch).sum(), "optimizer": adam, "device": "cpu"}
-        >>> choose_strategy(net, torch.zeros(2, 512), 4, memory_gib=1, **step).name
-        'ddp'
-        >>> choice = choose_strategy(net, torch.zeros(2, 512), 4, memory_gib=0.025, **step)
+        >>> batch, loss = torch.zeros(2, 512), lambda net, batch: net(batch).sum()
+        >>> choice = choose_strategy(net, batch, 4, memory_gib=0.025, loss=loss, optimizer=adam, device="cpu")
         >>> choice.name, choice.chosen.device_bytes < 0.025 * 2**30
         ('fsdp2', True)
         >>> print(choice.why)
