@@ -1,6 +1,8 @@
 """Logits that are not computed: hidden states that record the operations applied to the logits."""
 
+import functools
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,10 +18,10 @@ class DeferredLogits:
 
     They have the shape, dtype and device of the logits, but no values. They support what models do between head and
     loss: casts, reshapes, slices and splits that keep the classes last and complete, a permutation that puts the
-    classes second, factors, one value added to each class, soft-capping, and finally ``log_softmax``.
+    classes second (einops' too), factors, one value added to each class, soft-capping, and finally ``log_softmax``.
     Their ``cross_entropy``, or after ``log_softmax`` their ``nll_loss``, is the result of ``loss_of``. Operations that
-    need the values are refused, and einops, which does not know this type: use ``transpose`` there. They are not a
-    ``Tensor``, so that the hooks of strategies, which cast, detach or gather the tensors of an output, skip them.
+    need the values are refused. They are not a ``Tensor``, so that the hooks of strategies, which cast, detach or
+    gather the tensors of an output, skip them.
 
     Args:
         hidden: h, (..., D).
@@ -69,6 +71,8 @@ class DeferredLogits:
         shape = list(hidden.shape[:-1])
         shape.insert(self._class_axis, classes)
         self.shape = torch.Size(shape)
+        if "einops" in sys.modules:
+            _register_with_einops()
 
     def __repr__(self) -> str:
         return f"DeferredLogits(shape={tuple(self.shape)})"
@@ -288,3 +292,30 @@ def _refusal(what: str) -> RuntimeError:
             "Call the model under torch.no_grad() to get its logits, as validation does, or leave FusedLossHead out",
         )
     )
+
+
+@functools.cache
+def _register_with_einops() -> None:
+    """Register deferred logits with einops, which finds subclasses of its ``AbstractBackend``.
+
+    Without it a step whose loss calls einops would fail after a first step that ran, as in test_find_loss_head.
+    """
+    try:
+        from einops._backends import AbstractBackend
+    except ImportError:
+        return
+
+    class DeferredLogitsBackend(AbstractBackend):
+        # einops uses this backend as soon as this module is imported.
+        framework_name = __name__
+
+        def is_appropriate_type(self, tensor: object) -> bool:
+            return isinstance(tensor, DeferredLogits)
+
+        def transpose(self, x: DeferredLogits, axes: object) -> DeferredLogits:
+            return x.permute(axes)
+
+    _einops_backends.append(DeferredLogitsBackend)
+
+
+_einops_backends: list[type] = []  # einops finds the class by a weak reference

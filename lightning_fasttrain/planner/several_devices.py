@@ -1,5 +1,7 @@
 """Predict the memory of choices on each of several devices, and choose the strategy."""
 
+import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,12 +12,13 @@ from lightning_fasttrain.planner.candidates import Choice
 from lightning_fasttrain.strategy.choose_strategy import (
     CANDIDATES,
     Candidate,
+    Compared,
     StrategyChoice,
-    choose_strategy,
+    compare_strategies,
     pick_best,
 )
+from lightning_fasttrain.strategy.memory_limits import Limits, gib
 
-_ANYTHING = 1e9  # GiB: all strategies fit
 _FSDP2 = tuple(name for name in CANDIDATES if name.startswith("fsdp2"))
 _OTHERS = tuple(name for name in CANDIDATES if not name.startswith("fsdp2"))  # they share a trace
 
@@ -37,7 +40,7 @@ class SeveralDevices:
     ) -> None:
         self.module, self.batch, self.device = module, batch, device
         self.devices, self.nodes, self.usable = devices, nodes, usable
-        self.known: dict[tuple[Choice, tuple[str, ...]], StrategyChoice] = {}
+        self.known: dict[tuple[Choice, tuple[str, ...]], Compared] = {}
 
     def fits(self, choice: Choice, needed: float) -> bool:
         """Whether a choice fits under any strategy.
@@ -48,41 +51,38 @@ class SeveralDevices:
         """
         # First those that are likely to fit, since a strategy that fits spares the other trace.
         families = (_FSDP2, _OTHERS) if needed > self.usable else (_OTHERS, _FSDP2)
-        return any(self._fitting(choice, family) for family in families)
+        allows = self._allows(choice)
+        return any(any(map(allows, self._compare(choice, family).candidates)) for family in families)
 
     def choose(self, choice: Choice) -> StrategyChoice:
         """Return the strategy that fits and moves the fewest bytes in a step."""
-        best = pick_best(self._fitting(choice, CANDIDATES))
-        compared = self._compare(choice, CANDIDATES)
-        assert best is not None
-        return replace(compared, name=best.name, usable_bytes=int(self.usable))
+        compared = [self._compare(choice, family) for family in (_OTHERS, _FSDP2)]
+        candidates = sorted(
+            itertools.chain.from_iterable(one.candidates for one in compared),
+            key=lambda candidate: CANDIDATES.index(candidate.name),
+        )
+        best = pick_best(filter(self._allows(choice), candidates))
+        assert best is not None  # as the search has asked whether it fits
+        takes = f"{gib(best.device_bytes)} GiB of {gib(int(self.usable))} GiB on each device"
+        notes = tuple(note for one in compared for note in one.left_out)
+        why = f"{best.name} fits with {takes} and moves the fewest bytes."
+        shape = (self.devices, self.nodes, choice.precision, int(self.usable))
+        return StrategyChoice(best.name, tuple(candidates), why, *shape, compared[0].sizes, notes)
 
-    def _fitting(self, choice: Choice, names: tuple[str, ...]) -> list[Candidate]:
-        fitting = []
-        for one in self._compare(choice, names).candidates:
-            # ZeRO counts micro-batches by itself.
-            joins = choice.parts == 1 or not one.name.startswith("zero")
-            if joins and not one.rounds and one.device_bytes <= self.usable:
-                fitting.append(one)
-        return fitting
+    def _allows(self, choice: Choice) -> Callable[[Candidate], bool]:
+        """Return whether a candidate goes with a choice, as a function."""
+        # ZeRO counts micro-batches by itself.
+        parts = choice.parts
+        return lambda one: one.fits and not one.rounds and (parts == 1 or not one.name.startswith("zero"))
 
-    def _compare(self, choice: Choice, names: tuple[str, ...]) -> StrategyChoice:
+    def _compare(self, choice: Choice, names: tuple[str, ...]) -> Compared:
         # Compiled blocks count as eager ones, which take more.
         key = replace(choice, compile=""), names
         if key not in self.known:
+            limits = Limits(int(self.usable), None)
+            step = {"techniques": key[0].techniques(), "precision": choice.precision, "device": self.device}
             with quietly():
-                self.known[key] = choose_strategy(
-                    self.module,
-                    self.batch,
-                    self.devices,
-                    memory_gib=_ANYTHING,
-                    techniques=key[0].techniques(),
-                    nodes=self.nodes,
-                    precision=choice.precision,
-                    device=self.device,
-                    strategies=names,
-                    headroom=0.0,
-                )
+                self.known[key] = compare_strategies(self.module, self.batch, self.devices, limits, names, **step)
         return self.known[key]
 
 

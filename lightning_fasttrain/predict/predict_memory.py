@@ -1,9 +1,7 @@
 """Predict the memory that a training step will need, without allocating it."""
 
-import copy
 import functools
 import itertools
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -22,9 +20,9 @@ from lightning_fasttrain.core.checks import NonNegativeInt, PositiveInt, check_a
 from lightning_fasttrain.core.device import traced_as
 from lightning_fasttrain.core.host.lightning import configured_optimizers
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.core.modules.parameters import names_of_parameters
+from lightning_fasttrain.core.modules.parameters import names_of_parameters, parameters_of
 from lightning_fasttrain.optim.named.build_optimizer import make_optimizer
-from lightning_fasttrain.optim.named.state_bytes import make_twin, tensors_in
+from lightning_fasttrain.optim.named.state_bytes import early_state, make_twin, tensors_in
 from lightning_fasttrain.predict.allocation_trace import AllocationTrace
 from lightning_fasttrain.predict.caching_allocator import GRANULE, place_in_blocks
 from lightning_fasttrain.predict.cuda.cuda_dispatch import CUBLAS_WORKSPACE, AsOnCuda, step_in_lists_
@@ -164,7 +162,6 @@ def predict_strategies(
     device: str = "cuda",
     world: int = 1,
     rank: int = 0,
-    tell: Callable[[str], object] = lambda text: None,
 ) -> list[MemoryReport]:
     """Predict the same step under each of several strategies, as :func:`predict_memory` does for one.
 
@@ -173,7 +170,6 @@ def predict_strategies(
 
     Args:
         strategies: as ``strategy`` of :func:`predict_memory`; all other arguments are like there.
-        tell: called with the progress, in words.
     """
     one_of("precision", precision, tuple(PRECISIONS))
     one_of("device", device, DEVICES)
@@ -187,8 +183,7 @@ def predict_strategies(
             traces.append((key, alike := []))
         alike.append(one)
     found: dict[OneRank, MemoryReport] = {}
-    for number, (_, group) in enumerate(traces, start=1):
-        tell(f"tracing a step, {number} of {len(traces)}")
+    for _, group in traces:
         planned = PredictedStep(group[0].precision(precision), device == "cuda")
         step = _Step(module, batch, loss, optimizer, _ask(techniques, planned), planned)
         reports = _find_range(functools.partial(_predict, step, group, device, precision), find_longest_axis(batch))
@@ -300,7 +295,7 @@ def _trace_steps(trace: AllocationTrace, step: _Step, ranks: Sequence[OneRank]) 
         # Asked for only now, since techniques may have imported bitsandbytes.
         trace.workspace = {**trace.workspace, **quantized_workspace()}
         with AssumedNumbers(truth=False):
-            steppers, schedulers = _make_optimizers(net, step, mode)
+            steppers, schedulers = _make_optimizers(net, step)
         for one in ranks:
             one.count_states(net, steppers[0], planned.precision)
         for act in planned.on_optimizer:
@@ -369,10 +364,10 @@ def forward_of(net: nn.Module, loss: Loss | None, plugin: Precision) -> Callable
     return step
 
 
-def _make_optimizers(net: nn.Module, step: _Step, mode: FakeTensorMode) -> tuple[list[Optimizer], list[Any]]:
+def _make_optimizers(net: nn.Module, step: _Step) -> tuple[list[Optimizer], list[Any]]:
     """Return the optimizers, and the schedulers of the module."""
     if isinstance(step.optimizer, Optimizer):
-        return [_copy_optimizer(step.optimizer, step.module, net, mode)], []
+        return [_copy_optimizer(step.optimizer, step.module, net)], []
     if step.optimizer is not None:
         return [make_optimizer(step.optimizer, net)], []
     if not isinstance(net, L.LightningModule):
@@ -387,7 +382,7 @@ def _make_optimizers(net: nn.Module, step: _Step, mode: FakeTensorMode) -> tuple
     return optimizers, schedulers
 
 
-def _copy_optimizer(optimizer: Optimizer, module: object, net: nn.Module, mode: FakeTensorMode) -> Optimizer:
+def _copy_optimizer(optimizer: Optimizer, module: object, net: nn.Module) -> Optimizer:
     """Return an optimizer like ``optimizer``, which holds parameters of ``module``, for those of its copy ``net``."""
     names = names_of_parameters(module) if isinstance(module, nn.Module) else {}
     parameters = dict(net.named_parameters())
@@ -398,9 +393,9 @@ def _copy_optimizer(optimizer: Optimizer, module: object, net: nn.Module, mode: 
             what = f"{type(optimizer).__name__} with {len(missing)} tensors that are not parameters of the module"
             way_out = "Pass the module that the optimizer was made for, or a function that makes it"
             raise ValueError(explain(what, "the memory of its state cannot be predicted", way_out))
-        with mode:
-            groups.append({**copy.copy(group), "params": [parameters[names[p]] for p in group["params"]]})
-    twin.param_groups, twin.state = groups, defaultdict(dict)
+        groups.append({**group, "params": [parameters[names[p]] for p in group["params"]]})
+    twin.param_groups = groups
+    twin.state = early_state(type(optimizer), parameters_of(twin))
     return twin
 
 

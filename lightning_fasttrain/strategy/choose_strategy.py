@@ -1,7 +1,7 @@
 """Choice among DDP, FSDP2 and the stages of ZeRO: the strategy that fits and moves the fewest bytes."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -239,30 +239,106 @@ def choose_strategy(
         one_of("strategies", name, CANDIDATES)
     usable = int(_memory_of(memory_gib) * (1 - headroom))
     limits = Limits(usable, _in_bytes(host_gib), devices // nodes)
-    step = {"optimizer": optimizer, "precision": precision, "device": device, "world": devices, "loss": loss}
-    with _measure(module, optimizer, devices, precision, techniques) as held:
-        left_out = dict([unfit_family(held.optimizer)])
-        if next(quantized_tensors(held.net), None) is not None:
-            left_out["fsdp2"] = "FSDP2 is left out: its memory with quantised weights cannot be predicted."
-        left_out.pop("", None)
-        sizes = usual_sizes(held)
-        names = [name for name in strategies if not name.startswith(tuple(left_out))]
-        own = held.as_torch_does(precision)
-        moved = Moved(held, own, precision, _count_micro_batches(techniques, batch), sizes)
-        traffic = {name: moved.predict(name) for name in names}
-    named = {name: _make(name, sizes) for name in names}
-    fits = predict_fits(named, limits, module, batch, **step, techniques=techniques, tell=tell or _say_nothing)
-    candidates = []
-    for fit in fits:
-        rounds = precision == "bf16-mixed" and fit.name.startswith("zero") and devices > 1
-        candidates.append(Candidate(**vars(fit), traffic=traffic[fit.name], rounds=rounds))
+    compared = compare_strategies(
+        module,
+        batch,
+        devices,
+        limits,
+        strategies,
+        loss=loss,
+        optimizer=optimizer,
+        techniques=techniques,
+        precision=precision,
+        device=device,
+        tell=tell,
+    )
+    candidates = compared.candidates
     best = pick_best(candidates)
     if best is None:
         raise ValueError(_nothing_fits(candidates, limits, devices, precision))
     why = _explain_choice(best, candidates, limits)
     return StrategyChoice(
-        best.name, tuple(candidates), why, devices, nodes, precision, usable, sizes, tuple(left_out.values())
+        best.name, candidates, why, devices, nodes, precision, usable, compared.sizes, compared.left_out
     )
+
+
+@dataclass(frozen=True)
+class Compared:
+    """The candidates of a comparison, DeepSpeed's sizes, and why strategies were left out."""
+
+    candidates: tuple[Candidate, ...]
+    sizes: ZeROSizes
+    left_out: tuple[str, ...]
+
+
+def compare_strategies(
+    module: nn.Module | Callable[[], nn.Module],
+    batch: object,
+    devices: int,
+    limits: Limits,
+    strategies: Sequence[str] = CANDIDATES,
+    *,
+    loss: Callable[[Any, Any], object] | None = None,
+    optimizer: Optimizer | MakeOptimizer | None = None,
+    techniques: Sequence[Technique] = (),
+    precision: str = "32-true",
+    device: str = "cuda",
+    tell: Callable[[str], object] | None = None,
+) -> Compared:
+    """Predict memory and traffic of each strategy, as for :func:`choose_strategy`, without choosing.
+
+    Raises:
+        ValueError: none of ``strategies`` supports the optimizer and the model; what the step raises, without FSDP2.
+    """
+    with _measure(module, optimizer, devices, precision, techniques) as held:
+        family, why = unfit_family(held.optimizer)
+        left_out = {family: why} if family else {}
+        if next(quantized_tensors(held.net), None) is not None:
+            left_out["fsdp2"] = "FSDP2 is left out: its memory with quantised weights cannot be predicted."
+        sizes = usual_sizes(held)
+        own = held.as_torch_does(precision)
+        moved = Moved(held, own, precision, _count_micro_batches(techniques, batch), sizes)
+        traffic = {}
+        for name in strategies:
+            if not name.startswith(tuple(left_out)):
+                traffic[name] = moved.predict(name)
+    settings = {"optimizer": optimizer, "precision": precision, "device": device, "world": devices, "loss": loss}
+    step = {"module": module, "batch": batch, "techniques": techniques, **settings}
+    fits, unsupported = _predict_families({name: _make(name, sizes) for name in traffic}, limits, step, tell)
+    left_out |= unsupported
+    if not fits:
+        why = " ".join(left_out.values())
+        raise ValueError(explain(f"strategies={tuple(strategies)!r}", why, "Use other strategies, such as 'ddp'"))
+    candidates = []
+    for name in traffic.keys() & fits.keys():
+        rounds = precision == "bf16-mixed" and name.startswith("zero") and devices > 1
+        candidates.append(Candidate(**vars(fits[name]), traffic=traffic[name], rounds=rounds))
+    candidates.sort(key=lambda candidate: list(strategies).index(candidate.name))
+    return Compared(tuple(candidates), sizes, tuple(left_out.values()))
+
+
+def _predict_families(
+    strategies: Mapping[str, object],
+    limits: Limits,
+    step: Mapping[str, Any],
+    tell: Callable[[str], object] | None,
+) -> tuple[dict[str, Fit], dict[str, str]]:
+    """Predict the strategies that leave the model as it is, then FSDP2; return the fits, and why it is left out."""
+    fits: dict[str, Fit] = {}
+    # In this order, since what the step raises without sharding is the user's own error.
+    for says, prefix in (("DDP and ZeRO", ("ddp", "zero")), ("FSDP2", ("fsdp2",))):
+        named = {name: strategy for name, strategy in strategies.items() if name.startswith(prefix)}
+        if not named:
+            continue
+        if tell is not None:
+            tell(f"a step under {says}")
+        try:
+            fits.update((fit.name, fit) for fit in predict_fits(named, limits, **step))
+        except Exception as error:
+            if not fits:
+                raise
+            return fits, {"fsdp2": f"FSDP2 is left out: a step under it cannot be predicted ({error})."}
+    return fits, {}
 
 
 @contextmanager
@@ -300,10 +376,6 @@ def _make(name: str, sizes: ZeROSizes) -> object:
     return FSDP2Strategy(offload="cpu" if kind.endswith("offload") else None)
 
 
-def _say_nothing(_: str) -> None:
-    pass
-
-
 def _check_devices(devices: int, nodes: int) -> None:
     if devices % nodes:
         why = "every node must have the same number of devices"
@@ -327,7 +399,7 @@ def pick_best(candidates: Iterable[Candidate]) -> Candidate | None:
     return next((candidate for candidate in fitting if candidate.traffic.total <= least * _ABOUT), None)
 
 
-def _explain_choice(best: Candidate, candidates: list[Candidate], limits: Limits) -> str:
+def _explain_choice(best: Candidate, candidates: Sequence[Candidate], limits: Limits) -> str:
     moves = "moves nothing"
     if best.traffic.total:
         moves = f"moves {_size(best.traffic.total)} a step"
@@ -342,7 +414,7 @@ def _explain_choice(best: Candidate, candidates: list[Candidate], limits: Limits
     return f"{why}; {least.name} would move less but is {least.over}."
 
 
-def _nothing_fits(candidates: list[Candidate], limits: Limits, devices: int, precision: str) -> str:
+def _nothing_fits(candidates: Sequence[Candidate], limits: Limits, devices: int, precision: str) -> str:
     nearest = find_nearest(candidates)
     what = f"Nothing fits, the nearest is {nearest.name}"
     return limits.explain_shortage(what, nearest, "on each node", name_leaner_ways([], precision, devices))

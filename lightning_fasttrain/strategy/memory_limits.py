@@ -164,7 +164,7 @@ def fits_table(
     chosen: str,
     columns: Mapping[str, Sequence[str]] | None = None,
 ) -> Table:
-    """Return a ``rich`` table of the memory of each strategy, in GiB on one rank; it fits into 80 columns.
+    """Return a ``rich`` table of the memory of each strategy, in GiB on one rank.
 
     Args:
         title: the title.

@@ -48,7 +48,7 @@ class Tied(Decoder):
 
 
 class Autoregressive(nn.Module):
-    """A wrapper like x-transformers': the classes come second; linear layers before and after the blocks."""
+    """A wrapper like x-transformers': einops puts the classes second; linear layers before and after the blocks."""
 
     def __init__(self):
         super().__init__()
@@ -63,7 +63,9 @@ class Autoregressive(nn.Module):
         return self.to_logits(x)
 
     def loss(self, ids):
-        return F.cross_entropy(self(ids[:, :-1]).mT, ids[:, 1:], ignore_index=0)
+        from einops import rearrange
+
+        return F.cross_entropy(rearrange(self(ids[:, :-1]), "b n c -> b c n"), ids[:, 1:], ignore_index=0)
 
 
 class Transposed(Autoregressive):

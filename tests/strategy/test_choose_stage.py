@@ -79,3 +79,10 @@ def test_the_activations_of_a_batch_count_and_a_step_that_fails_is_chosen_for_wi
         choose(monkeypatch, net, 0.0005, {"batch": batch})
     choose(monkeypatch, net, 0.0005, {"batch": "not a batch"})
     assert "chosen without activations, since they cannot be predicted" in caplog.text
+
+
+def test_a_folder_that_does_not_exist_is_refused(net):
+    strategy = ZeROStrategy(memory_gib=1, nvme_path="/no/such/folder")
+    strategy.parallel_devices, strategy.cluster_environment = [torch.device("cpu")], LightningEnvironment()
+    with pytest.raises(ValueError, match="nvme_path='/no/such/folder': there is no such folder"):
+        strategy._choose_stage(net, torch.optim.AdamW(net.parameters()), {})

@@ -255,7 +255,24 @@ def test_micro_batches_gather_anew():
 def test_progress_is_told():
     told = []
     choose(100, net=layers(2), tell=told.append)
-    assert told == ["tracing a step, 1 of 2", "tracing a step, 2 of 2"]
+    assert told == ["a step under DDP and ZeRO", "a step under FSDP2"]
+
+
+def test_a_step_that_fsdp2_does_not_support_leaves_it_out_and_an_error_of_the_user_is_the_users():
+    def past_the_block(net, batch):
+        return nn.functional.linear(batch, net[0].linear.weight).sum() + net(batch).sum()
+
+    choice = choose(1000, net=layers(2), loss=past_the_block)
+    assert {candidate.name for candidate in choice.candidates} == {n for n in CANDIDATES if "fsdp2" not in n}
+    assert "FSDP2 is left out: a step under it cannot be predicted" in choice.notes[0]
+    with pytest.raises(ZeroDivisionError):
+        choose(1000, net=layers(2), loss=lambda net, batch: 1 / 0)
+
+
+def test_strategies_that_are_all_left_out_are_refused():
+    bnb = pytest.importorskip("bitsandbytes")
+    with pytest.raises(ValueError, match=r"strategies=\('fsdp2',\).*AdamW8bit do not work"):
+        choose(1, net=layers(1), optimizer=bnb.optim.AdamW8bit, strategies=("fsdp2",))
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ def _state_after_a_step(optimizer: Optimizer, group: Group, parameters: list[nn.
     kind, twin = type(optimizer), make_twin(optimizer)
     # These need a device, but keep the same state.
     switches = dict.fromkeys({"fused", "foreach", "capturable"} & group.settings.keys(), False)
-    twin.state = _early_state(kind, parameters)
+    twin.state = early_state(kind, parameters)
     twin.param_groups = [{**group.settings, **switches, "params": parameters}]
     for parameter in parameters:
         parameter.grad = torch.empty_like(parameter)
@@ -181,7 +181,7 @@ def tensors_in(state: object) -> Iterator[Tensor]:
             yield tensor
 
 
-def _early_state(kind: type[Optimizer], parameters: list[nn.Parameter]) -> defaultdict[Any, Any]:
+def early_state(kind: type[Optimizer], parameters: list[nn.Parameter]) -> defaultdict[Any, Any]:
     """Return the optimizer state that exists before its first step, as in torch 2.11's Adagrad."""
     if kind is not torch.optim.Adagrad:
         return defaultdict(dict)

@@ -1,5 +1,6 @@
 """Common part of the Trainer's and Fabric's ZeRO strategies: settings, DeepSpeed on a CPU, and the engine."""
 
+import functools
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -99,6 +100,8 @@ class ZeROHost:
             why = "the stage decides what each rank holds"
             raise ValueError(explain("a prediction with stage='auto'", why, "Give a stage, such as ZeROStrategy(3)"))
         stage = str(self.question.stage) if self.question.config is None else str(self.stage)
+        if stage != "0":
+            refuse_unshardable(optimizer)
         sizes = self._configured_sizes(held_by(model, optimizer, world, precision))
         return ZeROStage(stage, sizes).predict_rank_states(model, optimizer, world, precision)
 
@@ -135,6 +138,22 @@ class ZeROHost:
 
     # Engine.
 
+    def _limits(self, activation_bytes: int) -> Limits:
+        """Return the memory that the rank with the least of it may use."""
+        question, device = self.question, self.root_device
+        if question.nvme_path is not None and not Path(question.nvme_path).is_dir():
+            raise ValueError(explain(f"nvme_path={question.nvme_path!r}", "there is no such folder", "Create it first"))
+        host = require("psutil", extra="deepspeed").virtual_memory().available // (self.num_processes or 1)
+        free = host if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+        if question.memory_gib is not None:
+            free = int(question.memory_gib * GIB)
+        elif device.type == "cpu":
+            # Host memory is the device's memory, so offload has no effect.
+            host = 0
+        free, host = smallest_over_ranks([free, host])
+        usable = 1 - question.headroom
+        return Limits(int(free * usable), int(host * usable), activations=activation_bytes)
+
     def _choose_stage(
         self, module: nn.Module, optimizer: Optimizer, step: Mapping[str, Any], activation_bytes: int = 0
     ) -> None:
@@ -149,15 +168,8 @@ class ZeROHost:
         Raises:
             ValueError: no stage fits; raised on all ranks, with the shortfall.
         """
-        question, device = self.question, self.root_device
-        host = require("psutil", extra="deepspeed").virtual_memory().available // (self.num_processes or 1)
-        free = host if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
-        if question.memory_gib is not None:
-            free = int(question.memory_gib * GIB)
-        elif device.type == "cpu":
-            # Host memory is the device's memory, so offload has no effect.
-            host = 0
-        free, host = smallest_over_ranks([free, host])
+        question = self.question
+        limits = self._limits(activation_bytes)
         refuse_unshardable(optimizer)
         # float16 takes as many bytes as bfloat16.
         precision = self._precision_name
@@ -167,18 +179,17 @@ class ZeROHost:
         bucket = question.settings.get("reduce_bucket_size")
         if bucket is not None:
             sizes = ZeROSizes(reduce_bucket=bucket)
-        usable = 1 - question.headroom
-        limits = Limits(int(free * usable), int(host * usable), activations=activation_bytes)
         stages = {stage: ZeROStage(stage, sizes) for stage in STAGES if question.nvme_path or stage != "3+nvme"}
-        settings = {"optimizer": optimizer, "precision": precision, "device": device.type, "world": rank_count()}
+        settings = {"optimizer": optimizer, "precision": precision, "world": rank_count()}
+        predict = functools.partial(predict_fits, stages, limits, module, device=self.root_device.type, **settings)
         try:
-            fits = predict_fits(stages, limits, module, **settings, **step)
+            fits = predict(**step)
         except Exception as error:
             if not step:
                 raise
             # A user's step may do anything; the choice continues without activations.
             say("ZeRO stage: chosen without activations, since they cannot be predicted: %s", error)
-            fits = predict_fits(stages, limits, module, **settings)
+            fits = predict()
         fits = _agree(fits, limits)
         best = next((fit for fit in fits if fit.fits), None)
         if best is None:

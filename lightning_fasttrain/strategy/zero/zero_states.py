@@ -328,13 +328,9 @@ def predict_model_states(
     for stage in stages:
         one_of("stage", stage, STAGES)
     held = held_by(module, optimizer, world_size, precision)
-    return states_of(held, stages, sizes or usual_sizes(held))
-
-
-def states_of(held: Held, stages: Sequence[str], sizes: ZeROSizes) -> list[ModelStates]:
-    """Predict the model states for each stage from sizes that are measured already."""
     if set(stages) - {"0"}:
         refuse_unshardable(held.optimizer)
+    sizes = sizes or usual_sizes(held)
     return [_PREDICT[stage](held, sizes) for stage in stages]
 
 
@@ -346,6 +342,8 @@ def usual_sizes(held: Held) -> ZeROSizes:
 @dataclass(frozen=True)
 class ZeROStage:
     """A stage of ZeRO, as :func:`~lightning_fasttrain.predict_memory` takes it; it needs no DeepSpeed.
+
+    It does not check whether the optimizer supports flat shards, which its users do once for all stages.
 
     Args:
         stage: one of :data:`STAGES`.
@@ -359,7 +357,7 @@ class ZeROStage:
         """Return the states of one of ``world`` ranks."""
         held = held_by(model, optimizer, world, precision)
         sizes = self.sizes or usual_sizes(held)
-        (states,) = states_of(held, [self.stage], sizes)
+        states = _PREDICT[self.stage](held, sizes)
         in_backward, in_step = _split_buffers(held, states, sizes)
         gradients = states.gradients
         # Unsharded gradients in the bucket that is being filled, which are freed when it is reduced.
