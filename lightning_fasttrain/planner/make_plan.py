@@ -134,7 +134,7 @@ def make_plan(
     search = Search(
         axes,
         memory,
-        several.fits if several is not None else lambda choice, needed: needed <= usable,
+        lambda choice, needed: needed <= usable if several is None else several.fits(choice),
         limit_gib,
         watch,
         costs=costs,

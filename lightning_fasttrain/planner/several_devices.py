@@ -1,7 +1,5 @@
 """Predict the memory of choices on each of several devices, and choose the strategy."""
 
-import itertools
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +8,6 @@ import lightning as L
 from lightning_fasttrain.dry_run.verification.short_run import quietly
 from lightning_fasttrain.planner.candidates import Choice
 from lightning_fasttrain.strategy.choose_strategy import (
-    CANDIDATES,
     Candidate,
     Compared,
     StrategyChoice,
@@ -18,9 +15,6 @@ from lightning_fasttrain.strategy.choose_strategy import (
     pick_best,
 )
 from lightning_fasttrain.strategy.memory_limits import Limits, gib
-
-_FSDP2 = tuple(name for name in CANDIDATES if name.startswith("fsdp2"))
-_OTHERS = tuple(name for name in CANDIDATES if not name.startswith("fsdp2"))  # they share a trace
 
 
 class SeveralDevices:
@@ -40,50 +34,39 @@ class SeveralDevices:
     ) -> None:
         self.module, self.batch, self.device = module, batch, device
         self.devices, self.nodes, self.usable = devices, nodes, usable
-        self.known: dict[tuple[Choice, tuple[str, ...]], Compared] = {}
+        self.known: dict[Choice, Compared] = {}
 
-    def fits(self, choice: Choice, needed: float) -> bool:
-        """Whether a choice fits under any strategy.
-
-        Args:
-            choice: the techniques and the precision.
-            needed: peak memory in bytes on a single device.
-        """
-        # First those that are likely to fit, since a strategy that fits spares the other trace.
-        families = (_FSDP2, _OTHERS) if needed > self.usable else (_OTHERS, _FSDP2)
-        allows = self._allows(choice)
-        return any(any(map(allows, self._compare(choice, family).candidates)) for family in families)
+    def fits(self, choice: Choice) -> bool:
+        """Return whether a choice of techniques and precision fits under any strategy."""
+        return bool(self._fitting(choice))
 
     def choose(self, choice: Choice) -> StrategyChoice:
         """Return the strategy that fits and moves the fewest bytes in a step."""
-        compared = [self._compare(choice, family) for family in (_OTHERS, _FSDP2)]
-        candidates = sorted(
-            itertools.chain.from_iterable(one.candidates for one in compared),
-            key=lambda candidate: CANDIDATES.index(candidate.name),
-        )
-        best = pick_best(filter(self._allows(choice), candidates))
+        compared, usable = self._compare(choice), int(self.usable)
+        best = pick_best(self._fitting(choice))
         assert best is not None  # as the search has asked whether it fits
-        takes = f"{gib(best.device_bytes)} GiB of {gib(int(self.usable))} GiB on each device"
-        notes = tuple(note for one in compared for note in one.left_out)
-        why = f"{best.name} fits with {takes} and moves the fewest bytes."
-        shape = (self.devices, self.nodes, choice.precision, int(self.usable))
-        return StrategyChoice(best.name, tuple(candidates), why, *shape, compared[0].sizes, notes)
+        why = f"{best.name} fits with {gib(best.device_bytes)} GiB of {gib(usable)} GiB and moves the fewest bytes."
+        shape = (self.devices, self.nodes, choice.precision, usable)
+        return StrategyChoice(best.name, compared.candidates, why, *shape, compared.sizes, compared.left_out)
 
-    def _allows(self, choice: Choice) -> Callable[[Candidate], bool]:
-        """Return whether a candidate goes with a choice, as a function."""
-        # ZeRO counts micro-batches by itself.
-        parts = choice.parts
-        return lambda one: one.fits and not one.rounds and (parts == 1 or not one.name.startswith("zero"))
+    def _fitting(self, choice: Choice) -> list[Candidate]:
+        fitting = []
+        for one in self._compare(choice).candidates:
+            # ZeRO counts micro-batches by itself.
+            joins = choice.parts == 1 or not one.name.startswith("zero")
+            if joins and one.fits and not one.rounds:
+                fitting.append(one)
+        return fitting
 
-    def _compare(self, choice: Choice, names: tuple[str, ...]) -> Compared:
+    def _compare(self, choice: Choice) -> Compared:
         # Compiled blocks count as eager ones, which take more.
-        key = replace(choice, compile=""), names
-        if key not in self.known:
+        choice = replace(choice, compile="")
+        if choice not in self.known:
+            step = {"techniques": choice.techniques(), "precision": choice.precision, "device": self.device}
             limits = Limits(int(self.usable), None)
-            step = {"techniques": key[0].techniques(), "precision": choice.precision, "device": self.device}
             with quietly():
-                self.known[key] = compare_strategies(self.module, self.batch, self.devices, limits, names, **step)
-        return self.known[key]
+                self.known[choice] = compare_strategies(self.module, self.batch, self.devices, limits, **step)
+        return self.known[choice]
 
 
 def strategy_code(name: str) -> tuple[str, Any]:

@@ -310,10 +310,9 @@ def compare_strategies(
         why = " ".join(left_out.values())
         raise ValueError(explain(f"strategies={tuple(strategies)!r}", why, "Use other strategies, such as 'ddp'"))
     candidates = []
-    for name in traffic.keys() & fits.keys():
+    for name in filter(fits.__contains__, strategies):
         rounds = precision == "bf16-mixed" and name.startswith("zero") and devices > 1
         candidates.append(Candidate(**vars(fits[name]), traffic=traffic[name], rounds=rounds))
-    candidates.sort(key=lambda candidate: list(strategies).index(candidate.name))
     return Compared(tuple(candidates), sizes, tuple(left_out.values()))
 
 
