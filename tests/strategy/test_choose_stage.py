@@ -70,7 +70,7 @@ def test_a_shortage_has_the_amount_and_a_way_out(net, monkeypatch):
         choose(monkeypatch, net, 0.0001)
 
 
-def test_the_activations_of_a_batch_count_and_a_step_that_fails_is_chosen_for_without_them(monkeypatch, caplog):
+def test_activations_count_unless_the_step_cannot_be_predicted(monkeypatch, caplog):
     batch = lm_batches(1, size=64, length=64)[0]
     net = TinyLM(depth=2)
     alone = choose(monkeypatch, net, 0.0005).question.stage
