@@ -20,6 +20,7 @@ from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.parameters import quantized_tensors
 from lightning_fasttrain.core.modules.wrapped_forward import patched
 from lightning_fasttrain.predict.operators.data_dependent_values import AssumedNumbers, is_sharded
+from lightning_fasttrain.predict.operators.sharded_lists import run_on_shards
 
 FOR_EVER = 2**62
 # References to a tensor and its storage that dispatch to Python holds, if the sum of gradients alone refers to them.
@@ -111,7 +112,8 @@ class AllocationTrace(AssumedNumbers):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_sharded(types):
-            return NotImplemented  # the tensor's class then calls the operations on this rank's part, which are traced
+            # Where it is not implemented, the tensor's class calls operations on this rank's part, which are traced.
+            return run_on_shards(func, args, kwargs or {}, self.__torch_dispatch__)
         # Autograd queries the device at every node, which allocates nothing.
         if func is _DEVICE:
             return args[0].device if type(args[0]) is FakeTensor else func(*args)
@@ -313,6 +315,9 @@ def run_cached(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
     Source:
         ``FakeTensorMode`` has a cache of its own, which spends most of its time on symbolic shapes; here are none.
     """
+    # It allocates nothing, and would take as long as an operator on each parameter. Counts of steps have values.
+    if _writes_a_list(func) and not any(map(_has_value, args[0])):
+        return None
     tensors: list[FakeTensor] = []
     # In a backward, function modes would be asked for each attribute of a tensor.
     with torch._C.DisableTorchFunction():
@@ -323,6 +328,16 @@ def run_cached(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
     if key is None or not tensors or key in _cache:
         return func(*args, **kwargs)
     return _run_and_cache(func, args, kwargs, key, tensors)
+
+
+def _has_value(tensor: Tensor) -> bool:
+    return not isinstance(tensor, FakeTensor) or tensor.constant is not None
+
+
+@cache
+def _writes_a_list(func: Any) -> bool:
+    name = func.overloadpacket.__name__
+    return name.startswith("_foreach_") and name.endswith("_")
 
 
 def _describe_call(

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -13,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 import lightning_fasttrain as ft
 from lightning_fasttrain.bench.gpt import GPTConfig, GPTModule
 from lightning_fasttrain.predict import allocation_trace
+from lightning_fasttrain.predict.sharded_model import fake_ranks
 from tests.support.nets import TinyLM, lm_batches
 
 
@@ -143,3 +146,47 @@ def test_later_predictions_equal_the_first(device):
         first = predict(gpt, (tokens, tokens), **settings)
         predict(TinyLM, lm_batches(1)[0])
         assert predict(gpt, (tokens, tokens), **settings) == first
+
+
+OPTIMIZERS = {
+    "AdamW": torch.optim.AdamW,
+    "amsgrad": lambda parameters: torch.optim.Adam(parameters, amsgrad=True, weight_decay=0.1),
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True),
+    "RMSprop": lambda parameters: torch.optim.RMSprop(parameters, centered=True, momentum=0.9),
+    "ASGD": torch.optim.ASGD,
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_lists_of_shards_take_the_memory_that_each_operator_takes(name, monkeypatch):
+    def predict():
+        net = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(3)])
+        loss = lambda net, batch: net(batch).sum()  # noqa: E731
+        settings = {"loss": loss, "optimizer": OPTIMIZERS[name], "strategy": ft.FSDP2Strategy(), "world": 5}
+        return repr(ft.predict_memory(net, torch.zeros(8, 64), **settings))
+
+    shorter = predict()
+    with monkeypatch.context() as patches:
+        patches.setattr(allocation_trace, "run_on_shards", lambda *call: NotImplemented)
+        patches.setattr(allocation_trace, "_writes_a_list", lambda func: False)
+        # DTensor propagates each sharding once, with further tensors.
+        predict()
+        assert predict() == shorter
+
+
+def test_shards_that_lie_differently_are_left_to_dtensor():
+    with fake_ranks(4):
+        mesh = init_device_mesh("cpu", (4,))
+        rows, columns = (distribute_tensor(torch.zeros(8, 8), mesh, [Shard(axis)]) for axis in (0, 1))
+        run, add = allocation_trace.run_on_shards, torch.ops.aten._foreach_add.List
+
+        def call(func, types, args, kwargs):
+            return func(*args, **kwargs)
+
+        (total,) = run(add, ([rows], [rows]), {}, call)
+        assert (total.shape, total.placements, total.to_local().shape) == ((8, 8), (Shard(0),), (2, 8))
+        assert run(add, ([rows], [columns]), {}, call) is NotImplemented
+        assert run(torch.ops.aten._foreach_norm.Scalar, ([rows],), {}, call) is NotImplemented
+        assert run(torch.ops.aten.add.Tensor, (rows, rows), {}, call) is NotImplemented
+        partial = DTensor.from_local(torch.zeros(8, 8), mesh, [Partial()])
+        assert run(torch.ops.aten._foreach_abs.default, ([partial],), {}, call) is NotImplemented
