@@ -1,11 +1,12 @@
 """Find, from a few samples, how the micro-batches of a loss are weighted, and check that the loss can be split."""
 
+import itertools
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from lightning_fasttrain.core.distributed import from_all_ranks
-from lightning_fasttrain.core.messages import explain, list_some, say, warn
+from lightning_fasttrain.core.messages import explain, list_some, note_once, say, warn
 from lightning_fasttrain.data.normalizer.count_targets import Count, CountRule
 from lightning_fasttrain.data.normalizer.split_rule import (
     LogRules,
@@ -27,11 +28,10 @@ class CannotSplitError(ValueError):
     Attributes:
         why: the reason, as a clause.
         trial: the trial that showed it; None where the step was not tried.
-        otherwise: a split of the samples' loss that would work if the step did nothing else.
     """
 
-    def __init__(self, why: str, trial: Trial | None = None, otherwise: LossSplit | None = None):
-        self.why, self.trial, self.otherwise = why, trial, otherwise
+    def __init__(self, why: str, trial: Trial | None = None):
+        self.why, self.trial = why, trial
         what = "MicroBatching cannot split this loss exactly"
         way_out = (
             "Name the submodule in which samples do not depend on one another, with through=, give count= a function "
@@ -66,10 +66,12 @@ def find_split(
     """
     if callable(count) and not check:
         return LossSplit(None, count)
+    if whole_batches:
+        stage = replace(stage, in_turn=False)
     trial = try_split(stage, samples)
     trial = distinguish_rounding(stage, trial, lambda trial: _judge(trial, count, preferred).error)
     if whole_batches:
-        trial.statistics, trial.whole.changed = (), ()
+        trial.statistics = ()
     verdict = _judge(trial, count, preferred)
     # What fits these samples may do so by chance, such as weights that are all equal: it must fit altered ones, too.
     # test_micro_batches_train_as_the_unsplit_batches[(w / w.mean() * e).mean()] shows it.
@@ -158,10 +160,11 @@ def _find_worst(verdicts: Sequence[_Verdict]) -> _Verdict:
         return min(verdicts, key=lambda verdict: verdict.trial.is_skipped)
     # Errors in different precisions are compared by how far they are from their limits.
     worst = max(compared, key=lambda verdict: verdict.error / verdict.limit)
+    state = dict.fromkeys(itertools.chain.from_iterable(verdict.trial.state for verdict in compared))
     rules = dict(worst.rules)
     for verdict in compared:
         rules = {rule: scale for rule, scale in rules.items() if rule in verdict.rules}
-    return replace(worst, rules=rules)
+    return replace(worst, rules=rules, trial=replace(worst.trial, state=tuple(state)))
 
 
 def _conclude(verdict: _Verdict, trial: Trial, count: Count, check: bool, may_scale: bool) -> LossSplit | None:
@@ -187,13 +190,12 @@ def _conclude(verdict: _Verdict, trial: Trial, count: Count, check: bool, may_sc
     if is_unchecked:
         _say_unchecked(split, trial.why_not)
         return split
+    if told.state and check:
+        changed = list_some(list(map(repr, told.state)))
+        raise CannotSplitError(f"the step changes {changed}, and would do so in each micro-batch", trial)
     error = trial.error(split.list_weights) if why_not and trial.splits else verdict.error
     if verdict.is_right:
         _refuse_what_this_step_cannot_use(split, trial, may_scale)
-        if told.whole.changed and check and not callable(count):
-            changed = list_some(list(map(repr, told.whole.changed)))
-            why = f"the step changes {changed}, and would change them in each micro-batch"
-            raise CannotSplitError(why, trial, split)
         _say_found(split, error, trial)
     elif check:
         why = f"the micro-batches' gradients differ from that of the unsplit samples by {error:.2g}"
@@ -238,3 +240,6 @@ def _say_found(split: LossSplit, error: float, trial: Trial) -> None:
     what = f"the {'gradient' if trial.parameters else 'loss'} matches the unsplit batch to {error:.0e}"
     text = "MicroBatching: each micro-batch is weighted by %s. Checked on %d samples: %s"
     say(text, split, trial.sample.size, what)
+    if trial.filled:
+        filled = list_some(list(map(repr, trial.filled)))
+        note_once(f"MicroBatching: {filled} gets an entry for each micro-batch, where the unsplit step adds one")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_fasttrain.core.batch.leaves import batch_size, can_be_cut, list_tensors
 from lightning_fasttrain.core.distributed import from_all_ranks, rank_count
-from lightning_fasttrain.core.messages import explain, say, warn
+from lightning_fasttrain.core.messages import explain, say
 from lightning_fasttrain.core.modules.select import as_list, is_wanted, keep_outermost, list_kinds
 from lightning_fasttrain.data.normalizer.count_targets import Count, CountRule, count_targets
 from lightning_fasttrain.data.normalizer.find_split import CannotSplitError, find_split
@@ -19,7 +19,14 @@ from lightning_fasttrain.data.normalizer.split_rule import LossSplit, OtherSplit
 from lightning_fasttrain.data.normalizer.trial.deterministic_step import list_batch_statistics
 from lightning_fasttrain.data.normalizer.trial.runs import Run, Trial, entries_of, relative_difference
 from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample, first_micro_batch, sample_rows
-from lightning_fasttrain.data.normalizer.trial.try_split import Stage, run_again, try_split, try_unsplit, watching_calls
+from lightning_fasttrain.data.normalizer.trial.try_split import (
+    Stage,
+    list_other_state,
+    run_again,
+    try_split,
+    try_unsplit,
+    watching_calls,
+)
 from lightning_fasttrain.data.split_batch import split_batch
 from lightning_fasttrain.data.trunk.micro_batch_forward import Trunk, refuse_batch_statistics
 
@@ -120,10 +127,8 @@ class TrunkTrial:
         return all(self._tell_ranks(is_near))
 
     def _is_near(self, trunk: Trunk, run: Run, calls: "_Calls") -> bool:
-        whole = self.trial.whole
-        # In the trunk, each micro-batch would change a buffer that the unsplit step changes once.
-        held = any(not name or buffer.startswith(f"{name}.") for name in trunk.modules for buffer in whole.changed)
-        if held or not set(run.changed) <= set(whole.changed):
+        # In the trunk, each micro-batch would change what the unsplit step changes once.
+        if list_other_state(self.trial.whole.left, run.left, self.trial.scratch):
             return False
         run.keep(self.trial.parameters)
         limit = self.trial.limit
@@ -438,7 +443,7 @@ class BatchSearch:
         return self._find_trunk(CannotSplitError(f"{error}", try_split(self.stage, self.samples())), together=False)
 
     def _find_trunk(self, error: CannotSplitError, together: bool) -> Found:
-        """Return the trunk, or otherwise a likely counting rule, with a warning."""
+        """Return the trunk. Raises: CannotSplitError: there is none."""
         if self.is_window and not self.whole_batches and self.count == "auto":
             what = "micro-batches of a window of several batches, as with TokenWeightedAccumulation"
             why = f"{error.why}, and the samples of several batches are never in memory together"
@@ -456,10 +461,7 @@ class BatchSearch:
         if isinstance(found, Trunk):
             say_trunk(found, f"since {error.why}")
             return found
-        if error.otherwise is None:
-            raise CannotSplitError(f"{error.why}, and {found}", error.trial) from None
-        warn(f"MicroBatching: {error.why}; {found}. So each micro-batch is weighted by {error.otherwise}")
-        return error.otherwise
+        raise CannotSplitError(f"{error.why}, and {found}", error.trial) from None
 
 
 def say_trunk(trunk: Trunk, why: str) -> None:

@@ -5,7 +5,7 @@ import itertools
 import math
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -104,7 +104,8 @@ class Run:
         terms: the terms of its loss.
         structure: the operations of its loss on scalars.
         logged: the scalars that it logged.
-        changed: names of the buffers that it changed.
+        left: name → value of what it changed besides metrics: buffers, attributes, parameters that it wrote itself.
+            Read only after unsplit runs.
         drawn: the states of Python's and NumPy's generators at its end.
     """
 
@@ -114,7 +115,7 @@ class Run:
     terms: tuple[ReadTerm, ...] = ()
     structure: tuple[str, ...] = ()
     logged: dict[str, LoggedValue] = field(default_factory=dict)
-    changed: tuple[str, ...] = ()
+    left: dict[str, Any] = field(default_factory=dict)
     drawn: tuple[Any, ...] = ()
 
     def keep(self, leaves: Sequence[Tensor]) -> None:
@@ -147,6 +148,10 @@ class Trial:
         in_float32: whether anything was computed in float32, as the loss of a model in float64 may be.
         precision: the precision in which it ran, as of a :class:`DeterministicStep`.
         statistics: names of the BatchNorm layers that used statistics of the batch.
+        state: names of what micro-batches leave otherwise than the unsplit step, and a later step may depend on.
+        filled: names of lists that get an entry for each micro-batch, and on which the loss does not depend.
+        scratch: names of what every step writes before it reads it.
+        moved: names of tensors that were changed a little beforehand, since the step wrote them without a change.
         why_not: why there is nothing to compare; empty if there is.
         is_skipped: whether the step returned None, so that nothing is known yet.
         failed: whether the step raised an error other than out of memory on a few samples.
@@ -159,14 +164,17 @@ class Trial:
     in_float32: bool = True
     precision: str = "as it is"
     statistics: Sequence[str] = ()
+    state: Sequence[str] = ()
+    filled: Sequence[str] = ()
+    scratch: Collection[str] = ()
+    moved: Sequence[str] = ()
     why_not: str = ""
     is_skipped: bool = False
     failed: bool = False
 
     def without_runs(self) -> "Trial":
         """Return the trial without its samples and runs, as it can be sent to other ranks."""
-        whole = Run(None, math.nan, changed=self.whole.changed)
-        return replace(self, sample=Sample(None, self.sample.size, []), whole=whole, splits=[])
+        return replace(self, sample=Sample(None, self.sample.size, []), whole=Run(None, math.nan), splits=[])
 
     @property
     def shows_nothing(self) -> bool:

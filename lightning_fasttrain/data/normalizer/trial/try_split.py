@@ -4,7 +4,7 @@ import itertools
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward
+from torchmetrics import Metric
 
 from lightning_fasttrain.core.distributed import from_all_ranks
 from lightning_fasttrain.core.modules.wrapped_forward import patch, without_rounding
-from lightning_fasttrain.core.state.restore import remember
+from lightning_fasttrain.core.state.step_state import StepState, same_values
 from lightning_fasttrain.data.normalizer.read_normalizers import read_normalizers, walk_graph
 from lightning_fasttrain.data.normalizer.trial.deterministic_step import (
     DeterministicStep,
@@ -56,6 +57,7 @@ class Stage:
         context: entered around every run, for instance to disable gradient synchronization.
         gradients: whether gradients can be computed; otherwise only losses are compared.
         may_skip: whether the step may return None to skip a batch.
+        in_turn: whether micro-batches of a batch run one after another, each on the state that the one before has left.
         may_scale: whether gradients can be scaled before they are used, so that the total need not be known beforehand.
     """
 
@@ -64,6 +66,7 @@ class Stage:
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     gradients: bool = True
     may_skip: bool = False
+    in_turn: bool = True
     may_scale: bool = True
 
 
@@ -133,52 +136,149 @@ def _try_sample(stage: Stage, sample: Sample, precision: str) -> Trial:
     return Trial(sample, why_not=failure, failed=failed)
 
 
-def _try(stage: Stage, sample: Sample, precision: str) -> Trial:
+def _try(stage: Stage, sample: Sample, precision: str, moved: Sequence[str] = ()) -> Trial:
     mode = DeterministicStep(precision)
-    with _undone(stage, precision) as restore:
+    with _undone(stage, precision, moved) as state:
         whole = _run_once(stage, mode, sample.whole, None, sample.size)
-        splits: list[list[Run]] = []
-        for cutting in sample.cuttings:
-            splits.append([])
-            for micro_batch, rows in cutting:
-                restore()  # so that it begins with the state that the unsplit run began with
-                splits[-1].append(_run_once(stage, mode, micro_batch, rows, sample.size))
-    trial = Trial(sample, whole, splits, precision=precision)
+        whole.left = _read_state(stage, state)
+        # A teacher that still equals its student: nothing that a step does to it would be seen.
+        unmoved: Sequence[str] = ()
+        if stage.gradients and not moved:
+            unmoved = state.list_unchanged_writes()
+        if not unmoved:
+            trial = _try_micro_batches(stage, mode, state, sample, whole)
+    if unmoved:
+        return _try(stage, sample, precision, unmoved)
+    trial = replace(trial, precision=precision, moved=moved)
     if mode.statistics:
         for model in stage.models:
             trial.statistics = [*trial.statistics, *map(repr, list_batch_statistics(model))]
-    if splits:
-        # A step may create leaves of its own, such as inputs of a gradient penalty, which differ between runs.
-        others = set(itertools.chain.from_iterable(run.entries for run in trial.runs[1:]))
-        shared = [leaf for leaf in whole.entries if leaf in others or isinstance(leaf, nn.Parameter)]
-        for run in trial.runs:
-            run.keep(shared)
     trial.rounding = mode.autocast or mode.rounds or _uses_tf32(trial.parameters)
     trial.in_float32 = mode.in_float32
     trial.why_not = _why_not(mode, trial, stage)
     return trial
 
 
+def _try_micro_batches(stage: Stage, mode: DeterministicStep, state: StepState, sample: Sample, whole: Run) -> Trial:
+    """Run the micro-batches of a sample, after the unsplit run, whose changes are not undone yet."""
+    left = _StateLeft(stage, state, whole)
+    if whole.left and stage.gradients and stage.in_turn and sample.cuttings:
+        state.restore_generators()
+        left.note_another(_run_once(stage, mode, sample.whole, None, sample.size))
+    splits: list[list[Run]] = []
+    for cutting in sample.cuttings:
+        state.restore()
+        splits.append([])
+        for micro_batch, rows in cutting:
+            if stage.in_turn:
+                state.restore_generators()
+            else:
+                state.restore()
+            splits[-1].append(_run_once(stage, mode, micro_batch, rows, sample.size))
+        if stage.in_turn:
+            left.note_micro_batches()
+    trial = Trial(sample, whole, splits, state=left.state, filled=left.filled, scratch=left.scratch)
+    if splits:
+        # A step may create leaves of its own, such as inputs of a gradient penalty, which differ between runs.
+        others = set(itertools.chain.from_iterable(run.entries for run in trial.runs[1:]))
+        shared = [leaf for leaf in whole.entries if leaf in others or isinstance(leaf, nn.Parameter)]
+        for run in trial.runs:
+            run.keep(shared)
+    return trial
+
+
+class _StateLeft:
+    """Compares what the unsplit run leaves behind with what the micro-batches leave.
+
+    Args:
+        stage: where the step runs.
+        state: the state before the runs.
+        whole: the unsplit run.
+
+    Attributes:
+        scratch: names of what every step writes before it reads it.
+        state: names of what the micro-batches leave otherwise.
+        filled: names of lists among it that get an entry for each micro-batch, and do not act on the loss.
+    """
+
+    def __init__(self, stage: Stage, state: StepState, whole: Run) -> None:
+        self._stage, self._before, self._whole = stage, state, whole
+        # Whether the unsplit step, run again, has the same loss and gradient; and what it then leaves as it was.
+        self._settles, self.scratch = False, set[str]()
+        self.state: tuple[str, ...] = ()
+        self.filled: tuple[str, ...] = ()
+
+    def note_another(self, run: Run) -> None:
+        """Note the state after the unsplit step has run again, without restoring.
+
+        Scratch is what every step writes anew: it is the same then, and the first step's had no influence on the loss.
+        """
+        known, found = self._whole.entries, run.entries
+        self._settles = known.keys() == found.keys() and relative_difference(self._whole.values, run.values) <= _SURE
+        if self._settles:
+            again = _read_state(self._stage, self._before)
+            self.scratch = self._whole.left.keys() - list_other_state(self._whole.left, again)
+
+    def note_micro_batches(self) -> None:
+        """Compare the state after the micro-batches with that after the unsplit step."""
+        for name in list_other_state(self._whole.left, _read_state(self._stage, self._before), self.scratch):
+            if self._settles and isinstance(self._whole.left.get(name), list):
+                self.filled = tuple(dict.fromkeys((*self.filled, name)))
+            else:
+                self.state = tuple(dict.fromkeys((*self.state, name)))
+
+
+def list_other_state(one: Mapping[str, Any], other: Mapping[str, Any], ignored: Container[str] = ()) -> list[str]:
+    """Return the names of what two runs left differently; rounding does not count."""
+    names = [name for name in dict.fromkeys((*one, *other)) if name not in ignored]
+    return [name for name in names if not same_values(one.get(name), other.get(name), _SURE)]
+
+
+def _read_state(stage: Stage, state: StepState) -> dict[str, Any]:
+    """Return what differs from ``state``, without metrics, whose values are weighted like logged ones."""
+    found = state.differences()
+    metrics = _name_metrics(stage.models)
+    return {name: value for name, value in found.items() if not name.startswith(metrics)}
+
+
+def _name_metrics(models: Sequence[nn.Module]) -> tuple[str, ...]:
+    """Return the prefixes of the names of metrics, whose values are weighted like logged ones."""
+    found: list[str] = []
+    for place, model in enumerate(models):
+        prefix = f"{type(model).__name__}{place}." if len(models) > 1 else ""
+        found += [f"{prefix}{name}." for name, module in model.named_modules() if isinstance(module, Metric)]
+    return tuple(found)
+
+
 @contextmanager
-def _undone(stage: Stage, precision: str) -> Iterator[Callable[[], None]]:
-    """Undo what runs of the step change; the yielded function does so between two runs.
+def _undone(stage: Stage, precision: str, moved: Sequence[str] = ()) -> Iterator[StepState]:
+    """Undo what runs of the step change, at the end; yields the state from before.
 
     In float64 the parameters are, too, so that their gradients are not rounded to the parameters' own dtype.
+
+    Args:
+        stage: where the step runs.
+        precision: the precision in which it runs.
+        moved: names of tensors that differ a little from what they are.
     """
-    restore = remember(stage.models)
     cast: list[nn.Parameter] = []
     if precision == "float64":
         held = dict.fromkeys(itertools.chain.from_iterable(map(nn.Module.parameters, stage.models)))
         cast = [parameter for parameter in held if parameter.dtype in (torch.float32, *LOW)]
-    before = [parameter.data for parameter in cast]
-    try:
+    with ExitStack() as undo:
         for parameter in cast:
+            undo.callback(setattr, parameter, "data", parameter.data)
             parameter.data = parameter.data.double()
-        yield restore
-    finally:
-        for parameter, data in zip(cast, before, strict=True):
-            parameter.data = data
-        restore()
+        if moved:
+            unmoved = StepState(stage.models)
+            undo.callback(unmoved.restore)
+            unmoved.move_(moved)
+        # Strategies with sharded parameters move them in a forward.
+        state = StepState(stage.models, parameters=stage.gradients)
+        undo.callback(state.restore)
+        if stage.gradients:
+            undo.enter_context(state.watch())
+        yield state
 
 
 def _why_not(mode: DeterministicStep, trial: Trial, stage: Stage) -> str:
@@ -201,8 +301,10 @@ def run_again(stage: Stage, trial: Trial, micro_batch: int | None = None) -> Run
     """Run the step once more, on the unsplit sample of a trial or on one of its first micro-batches."""
     sample = trial.sample
     batch, rows = (sample.whole, None) if micro_batch is None else sample.cuttings[0][micro_batch]
-    with _undone(stage, trial.precision):
-        return _run_once(stage, DeterministicStep(trial.precision), batch, rows, sample.size)
+    with _undone(stage, trial.precision, trial.moved) as state:
+        run = _run_once(stage, DeterministicStep(trial.precision), batch, rows, sample.size)
+        run.left = _read_state(stage, state)
+        return run
 
 
 @contextmanager
@@ -221,7 +323,6 @@ def watching_calls(modules: Iterable[nn.Module], note: Callable[[nn.Module, Any,
 def _run_once(stage: Stage, mode: DeterministicStep, batch: object, rows: Rows | None, samples: int) -> Run:
     """Run the step on a batch, which holds these rows of the samples; all of them if None."""
     mode.begin(rows, samples)
-    before = {name: (id(buffer), buffer._version) for name, buffer in _buffers(stage.models)}
     with _without_compiling(), _collecting_logs(stage.models) as logged, stage.context():
         with nullcontext() if mode.precision == "as it is" else _without_autocast():
             with without_rounding(stage.models), mode:
@@ -235,14 +336,8 @@ def _run_once(stage: Stage, mode: DeterministicStep, batch: object, rows: Rows |
                 terms = tuple(map(as_numbers, read.terms))
                 gradients = _gradients(loss, leaves)
     entries = {leaf: entries_of(leaf, gradient) for leaf, gradient in zip(leaves, gradients, strict=True)}
-    changed = [name for name, buffer in _buffers(stage.models) if before.get(name) != (id(buffer), buffer._version)]
     value = float(loss.detach())
-    return Run(batch, value, entries, terms, read.structure, logged, tuple(changed), _read_randomness())
-
-
-def _buffers(models: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    for model in models:
-        yield from model.named_buffers()
+    return Run(batch, value, entries, terms, read.structure, logged, drawn=_read_randomness())
 
 
 def _read_randomness() -> tuple[Any, ...]:

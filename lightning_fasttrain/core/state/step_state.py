@@ -1,0 +1,596 @@
+"""See, name and restore everything that a training step changes besides gradients."""
+
+import enum
+import inspect
+import math
+import random
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torch.utils.data import Dataset
+
+from lightning_fasttrain.core.state.rng import random_state, set_random_state
+
+# Values that never change: a step can only put another one in their place.
+_PLAIN = (int, float, complex, str, bytes, type(None), enum.Enum, range, slice, torch.dtype, torch.device, torch.Size)
+_CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, types.CodeType)
+# What Lightning sets on a module, and hooks: restored, since models set them at their first forward, but not reported.
+_HOOKS = sorted(name for name in vars(nn.Module()) if "hooks" in name and name != "_is_full_backward_hook")
+_OF_HOST = frozenset(vars(nn.Module())) - {"training"} | {
+    "_trainer",
+    "_fabric",
+    "_fabric_optimizers",
+    "_current_fx_name",
+    "_compiled_call_impl",
+}
+_OF_DEEPSPEED = ("applied_pre_backward_ref_cnt", "ds_grads_remaining")  # counts of its hooks, which are not reported
+# Packages whose objects, other than containers, are not visited: loaders, optimizers, loggers, threads.
+_FOREIGN = {
+    "builtins",
+    "torch",
+    "lightning",
+    "pytorch_lightning",
+    "lightning_fasttrain",
+    "deepspeed",
+    "logging",
+    "threading",
+    "concurrent",
+    "queue",
+    "asyncio",
+    "multiprocessing",
+    "socket",
+    "subprocess",
+    "wandb",
+    "mlflow",
+    "tensorboard",
+    "tensorboardX",
+    "comet_ml",
+    "neptune",
+    "clearml",
+    "_thread",
+}
+_MOST_OBJECTS = 100_000  # that are visited; what a model holds is some hundreds of modules
+_MOST_ITEMS = 10_000  # of a container that are visited one by one
+_LARGE = 2**26  # bytes: such tensors are tables that a step mostly reads, and are copied when they are written
+_DEEPEST = 12  # containers and objects inside one another
+
+
+class StepState:
+    """The state of these modules at this moment; it can be restored several times.
+
+    A walk visits all that hangs on the modules: parameters, buffers, metrics, and attributes of every submodule, in
+    containers and objects of any kind. References are kept, so that restoring keeps the identity of each object.
+    Buffers and other tensors are copied. Parameters and large tensors are copied only by :meth:`watch`, before the
+    first operation that writes to them, so that nothing large is copied unless a step writes it.
+
+    Args:
+        modules: the modules.
+        parameters: whether parameters and hooks are visited; not where a strategy moves them, as sharding ones do.
+
+    Attributes:
+        unknown: names of iterators and generators, which cannot be restored.
+
+    Example:
+        >>> net = nn.Linear(1, 1)
+        >>> net.losses = []
+        >>> state = StepState([net])
+        >>> with state.watch(), torch.no_grad():
+        ...     net.losses.append(0.5)
+        ...     _ = net.weight.zero_()
+        >>> state.changed()
+        ['losses', 'weight']
+        >>> state.restore()
+        >>> net.losses, bool(net.weight)
+        ([], True)
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], *, parameters: bool = True) -> None:
+        self.unknown: list[str] = []
+        self._generators = random_state()
+        self._held: list[_Held] = []
+        self._tensors: dict[int, _HeldTensor] = {}  # by storage
+        self._visited: dict[int, object] = {}  # kept, so that no other object takes its id
+        self._with_parameters = parameters
+        roots = list(dict.fromkeys(modules))
+        for place, module in enumerate(roots):
+            self._visit_module(module, f"{type(module).__name__}{place}" if len(roots) > 1 else "")
+
+    def restore(self) -> None:
+        """Put everything back as it was, and the random states."""
+        for held in self._held:
+            held.restore()
+        self.restore_generators()
+
+    def restore_generators(self) -> None:
+        """Put the states of the global random generators back."""
+        set_random_state(self._generators)
+
+    def watch(self) -> TorchDispatchMode:
+        """Return a context in which a parameter or large tensor is copied before an operation writes to it."""
+        return _CopyBeforeWriting(self._tensors)
+
+    def list_unchanged_writes(self) -> list[str]:
+        """Return the names of tensors that were written or replaced, with about the values that they had."""
+        names = []
+        for held in self._tensors.values():
+            if held.is_written and held.data.is_floating_point():
+                before = held.data if held.copy is None else held.copy
+                if same_values(held.tensor.detach(), before, 1e-5):
+                    names.append(held.name)
+        return names
+
+    def move_(self, names: Sequence[str]) -> None:
+        """Change these tensors by about 1%, always in the same way; :meth:`restore` puts them back."""
+        noise = torch.Generator().manual_seed(0)
+        for held in self._tensors.values():
+            if held.name in names:
+                held.note_write()
+                factor = 1 + 0.01 * torch.randn(held.data.shape, generator=noise)
+                held.data.mul_(factor.to(held.data))
+
+    def changed(self) -> list[str]:
+        """Return the names of what differs from this state."""
+        return sorted(self.differences())
+
+    def differences(self) -> dict[str, Any]:
+        """Return name → a copy of the present value, for everything that differs from this state."""
+        found: dict[str, Any] = {}
+        for held in self._held:
+            for name, value in held.differences():
+                found[name] = copy_value(value)
+        return found
+
+    def _visit_module(self, module: nn.Module, name: str) -> None:
+        if not self._is_new(module):
+            return
+        prefix = f"{name}." if name else ""
+        if isinstance(module, torch.jit.ScriptModule):  # whose attributes are not in a dict
+            held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+            self._visit_all(prefix, held)
+            return
+        own, results = vars(module), {"training": module.training}
+        # Not those of wrappers such as DistributedDataParallel, which count steps and synchronizations there.
+        is_layer = type(module).__module__.startswith("torch.nn.modules.")
+        if is_layer or not all(map(_is_foreign, type(module).__mro__)):
+            results = {key: value for key, value in own.items() if key not in _OF_HOST}
+        groups: list[dict[str, Any]] = [module._buffers, module._modules]
+        if self._with_parameters:
+            groups.append(module._parameters)
+        for group in groups:
+            self._held.append(_HeldItems(prefix, group, group, _same_key))
+        kept = _HeldItems if self._with_parameters else _HeldOnly
+        self._held.append(kept(prefix, own, results, _same_key))
+        for hooks in _HOOKS if self._with_parameters else ():
+            self._held.append(_HeldHooks(prefix, own[hooks], own[hooks], _same_key))
+        for group in (*groups, results):
+            self._visit_all(prefix, group)
+
+    def _visit_all(self, prefix: str, values: Mapping[str, Any], depth: int = 0) -> None:
+        for key, value in list(values.items()):
+            self._visit(value, f"{prefix}{key}", depth)
+
+    def _visit(self, value: Any, name: str, depth: int = 0) -> None:
+        if isinstance(value, (*_PLAIN, *_CODE, Dataset)) or depth > _DEEPEST or len(self._visited) > _MOST_OBJECTS:
+            return
+        if isinstance(value, nn.Module):
+            self._visit_module(value, name)
+        elif self._is_new(value):
+            if isinstance(value, Tensor):
+                self._visit_tensor(value, name)
+            elif isinstance(value, _GENERATORS):
+                self._held.append(_HeldGenerator(name, value))
+            elif isinstance(value, np.ndarray):
+                self._held.append(_HeldArray(name, value))
+            else:
+                self._visit_container(value, name, depth)
+
+    def _visit_tensor(self, tensor: Tensor, name: str) -> None:
+        if isinstance(tensor, nn.Parameter) and not self._with_parameters:
+            return  # DeepSpeed keeps them in attributes, too
+        is_large = isinstance(tensor, nn.Parameter) or tensor.nbytes >= _LARGE
+        held = _HeldTensor(name, tensor, copied=not is_large)
+        self._held.append(held)
+        if held.storage:
+            self._tensors.setdefault(held.storage, held)
+
+    def _visit_container(self, value: Any, name: str, depth: int) -> None:
+        if isinstance(value, dict):
+            self._held.append(_HeldItems(name, value, value, _in_brackets))
+            self._visit_each(((f"{name}[{key!r}]", item) for key, item in list(value.items())), len(value), depth)
+        elif isinstance(value, list | deque | tuple):
+            if not isinstance(value, tuple):
+                self._held.append(_HeldSequence(name, value))
+            self._visit_each(((f"{name}[{place}]", item) for place, item in enumerate(value)), len(value), depth)
+        elif isinstance(value, set):
+            self._held.append(_HeldSet(name, value))
+        elif inspect.isgenerator(value) or (hasattr(type(value), "__next__") and not hasattr(value, "__dict__")):
+            self.unknown.append(name)
+        if not _is_foreign(type(value)):
+            self._visit_object(value, name, depth)
+
+    def _visit_each(self, items: Iterable[tuple[str, Any]], number: int, depth: int) -> None:
+        if number <= _MOST_ITEMS:
+            for name, item in items:
+                self._visit(item, name, depth + 1)
+
+    def _visit_object(self, value: Any, name: str, depth: int) -> None:
+        own = getattr(value, "__dict__", None)
+        if isinstance(own, dict):
+            self._held.append(_HeldItems(f"{name}.", own, own, _same_key))
+            self._visit_all(f"{name}.", own, depth + 1)
+        slots = list(_slots_of(type(value)))
+        if slots:
+            self._held.append(_HeldSlots(f"{name}.", value, slots))
+            for slot in slots:
+                self._visit(getattr(value, slot, None), f"{name}.{slot}", depth + 1)
+
+    def _is_new(self, value: object) -> bool:
+        if id(value) in self._visited:
+            return False
+        self._visited[id(value)] = value
+        return True
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+MISSING = _Missing()  # stands for an attribute that is not there
+_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+
+
+class _Held(Protocol):
+    """One object that was visited, and how it was."""
+
+    def differences(self) -> Iterator[tuple[str, Any]]:
+        """Yield name and present value of what differs."""
+        ...
+
+    def restore(self) -> None:
+        """Put it back."""
+        ...
+
+
+class _HeldTensor:
+    def __init__(self, name: str, tensor: Tensor, *, copied: bool) -> None:
+        self.name, self.tensor = name, tensor
+        self.data = tensor.detach()  # shares memory, also after another tensor was put in its place by .data
+        self.requires_grad = tensor.requires_grad
+        self.pointer = _pointer_of(tensor)
+        self.storage = tensor.untyped_storage()._cdata if self.pointer else 0
+        self.copy = tensor.detach().clone() if copied else None
+        self.written = False
+
+    def note_write(self) -> None:
+        """Note that an operation is about to write to it, and copy its contents unless they are copied."""
+        self.written = True
+        if self.copy is None:
+            self.copy = self.data.clone()
+
+    def differences(self) -> Iterator[tuple[str, Any]]:
+        if self.is_changed:
+            yield self.name, self.tensor
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether its contents, memory or ``requires_grad`` differ."""
+        return self._is_replaced or self.tensor.requires_grad != self.requires_grad or self._has_other_contents
+
+    @property
+    def is_written(self) -> bool:
+        """Whether an operation wrote to it, be it the same values, or put other memory in its place."""
+        return self.written or self._is_replaced
+
+    @property
+    def _is_replaced(self) -> bool:
+        return _pointer_of(self.tensor) != self.pointer or self.tensor.shape != self.data.shape
+
+    @property
+    def _has_other_contents(self) -> bool:
+        if self.copy is None:
+            return False
+        return not _equal_tensors(self.data, self.copy)
+
+    def restore(self) -> None:
+        with torch.no_grad():
+            # Only where it was changed, since a graph that saved it takes any write for a change.
+            if self._has_other_contents:
+                assert self.copy is not None
+                self.data.copy_(self.copy)
+            if self._is_replaced:
+                self.tensor.data = self.data
+        if self.tensor.requires_grad != self.requires_grad and self.tensor.is_leaf:
+            self.tensor.requires_grad_(self.requires_grad)
+
+
+class _HeldItems:
+    """A dict, or the attributes of an object as a dict.
+
+    Args:
+        prefix: of the names.
+        items: the dict itself.
+        before: what it holds, as far as it counts.
+        join: prefix and key → name.
+    """
+
+    def __init__(
+        self, prefix: str, items: dict[Any, Any], before: Mapping[Any, Any], join: Callable[[str, Any], str]
+    ) -> None:
+        self.prefix, self.items, self.before, self._join = prefix, items, dict(before), join
+        self._ignored = items.keys() - before.keys()
+
+    def differences(self) -> Iterator[tuple[str, Any]]:
+        for key in self._changed():
+            if key not in _OF_DEEPSPEED:
+                yield self._join(self.prefix, key), self.items.get(key, MISSING)
+
+    def _changed(self) -> list[Any]:
+        changed = []
+        for key in dict.fromkeys((*self.before, *self.items)):
+            if not self._is_ignored(key) and not _same(self.before.get(key, MISSING), self.items.get(key, MISSING)):
+                changed.append(key)
+        return changed
+
+    def _is_ignored(self, key: object) -> bool:
+        return key in self._ignored or (self._join is _same_key and key in _OF_HOST)
+
+    def restore(self) -> None:
+        changed = self._changed()
+        if not changed:
+            return
+        # Removed and set one by one: update() of a Counter, for instance, adds. The order is kept where it can be.
+        for key in changed:
+            self.items.pop(key, None)
+        for key in changed:
+            if key in self.before:
+                self.items[key] = self.before[key]
+        if list(self.items) != list(self.before) and not self._ignored:
+            for key in list(self.items):
+                del self.items[key]
+            for key, value in self.before.items():
+                self.items[key] = value
+
+
+class _HeldOnly(_HeldItems):
+    """Leaves what was not there before: DeepSpeed sets attributes at the first forward, and needs them."""
+
+    def _is_ignored(self, key: object) -> bool:
+        return key not in self.before or super()._is_ignored(key)
+
+
+class _HeldHooks(_HeldItems):
+    def differences(self) -> Iterator[tuple[str, Any]]:
+        return iter(())
+
+
+class _HeldSequence:
+    def __init__(self, name: str, sequence: list[Any] | deque[Any]) -> None:
+        self.name, self.sequence, self.before = name, sequence, list(sequence)
+
+    def differences(self) -> Iterator[tuple[str, Any]]:
+        if len(self.sequence) != len(self.before) or not all(map(_same, self.sequence, self.before)):
+            yield self.name, self.sequence
+
+    def restore(self) -> None:
+        if next(self.differences(), None) is not None:
+            self.sequence.clear()
+            self.sequence.extend(self.before)
+
+
+class _HeldSet:
+    def __init__(self, name: str, values: set[Any]) -> None:
+        self.name, self.values, self.before = name, values, set(values)
+
+    def differences(self) -> Iterator[tuple[str, Any]]:
+        if self.values != self.before:
+            yield self.name, self.values
+
+    def restore(self) -> None:
+        if self.values != self.before:
+            self.values.clear()
+            self.values.update(self.before)
+
+
+class _HeldSlots:
+    def __init__(self, prefix: str, owner: object, slots: Sequence[str]) -> None:
+        self.prefix, self.owner = prefix, owner
+        self.before = {slot: getattr(owner, slot, MISSING) for slot in slots}
+
+    def differences(self) -> Iterator[tuple[str, Any]]:
+        for slot, value in self.before.items():
+            now = getattr(self.owner, slot, MISSING)
+            if not _same(value, now):
+                yield self.prefix + slot, now
+
+    def restore(self) -> None:
+        for name, _ in list(self.differences()):
+            slot = name.removeprefix(self.prefix)
+            if self.before[slot] is MISSING:
+                object.__delattr__(self.owner, slot)
+            else:
+                object.__setattr__(self.owner, slot, self.before[slot])
+
+
+class _HeldGenerator:
+    """A generator of random numbers of torch, Python or NumPy."""
+
+    def __init__(self, name: str, generator: Any) -> None:
+        self.name, self.generator = name, generator
+        self.before = self._read()
+
+    def _read(self) -> Any:
+        if isinstance(self.generator, random.Random):
+            return self.generator.getstate()
+        if isinstance(self.generator, np.random.Generator):
+            return self.generator.bit_generator.state
+        return self.generator.get_state()
+
+    def differences(self) -> Iterator[tuple[str, Any]]:
+        now = self._read()
+        if not same_values(now, self.before):
+            yield self.name, now
+
+    def restore(self) -> None:
+        if isinstance(self.generator, random.Random):
+            self.generator.setstate(self.before)
+        elif isinstance(self.generator, np.random.Generator):
+            self.generator.bit_generator.state = self.before
+        else:
+            self.generator.set_state(self.before)
+
+
+class _HeldArray:
+    def __init__(self, name: str, array: Any) -> None:
+        self.name, self.array, self.before = name, array, array.copy()
+
+    def differences(self) -> Iterator[tuple[str, Any]]:
+        if not same_values(self.array, self.before):
+            yield self.name, self.array
+
+    def restore(self) -> None:
+        self.array[...] = self.before
+
+
+class _CopyBeforeWriting(TorchDispatchMode):
+    """Copies a tensor before the first operation that writes to its storage, through whatever view.
+
+    The version of a tensor does not tell: ``parameter.data.lerp_()``, the usual way to write a teacher, leaves it.
+    """
+
+    def __init__(self, watched: Mapping[int, _HeldTensor]) -> None:
+        super().__init__()
+        self._watched = watched
+
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.is_mutable:
+            for value in tree_iter((args, kwargs)):
+                held = isinstance(value, Tensor) and self._watched.get(_storage_of(value))
+                if held:
+                    held.note_write()
+        return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # it is entered where nothing is compiled, and the guard against it takes 10 µs
+
+
+def copy_value(value: Any, depth: int = 0) -> Any:
+    """Return a copy of a value for :func:`same_values`: tensors in containers and objects are copied."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if depth > _DEEPEST or isinstance(value, (*_PLAIN, *_CODE, nn.Module)):
+        return value
+    if isinstance(value, dict):
+        return {key: copy_value(item, depth + 1) for key, item in value.items()}
+    if isinstance(value, list | deque | tuple):
+        return [copy_value(item, depth + 1) for item in value]
+    if isinstance(value, set | frozenset):
+        return set(value)
+    own = getattr(value, "__dict__", None)
+    if isinstance(own, dict) and not _is_foreign(type(value)):
+        return {key: copy_value(item, depth + 1) for key, item in own.items()}
+    return value
+
+
+def same_values(one: Any, other: Any, tolerance: float = 0.0) -> bool:
+    """Whether two copies of a value are equal; numbers may differ by ``tolerance``, relative to their size.
+
+    Example:
+        >>> same_values([torch.ones(2), 1.0], [torch.ones(2), 1.0 + 1e-9], tolerance=1e-6)
+        True
+        >>> same_values({"n": 1}, {"n": 2}, tolerance=1e-6)
+        False
+    """
+    if one is other:
+        return True
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return _near_tensors(one, other, tolerance)
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return one.shape == other.shape and bool(np.array_equal(one, other, equal_nan=one.dtype.kind in "fc"))
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, float):
+        return math.isclose(one, other, rel_tol=tolerance) or (math.isnan(one) and math.isnan(other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same_values(one[key], other[key], tolerance) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(same_values(*pair, tolerance) for pair in zip(one, other, strict=True))
+    return _same(one, other) or (isinstance(one, set) and one == other)
+
+
+def _same(one: object, other: object) -> bool:
+    """Whether they are one object, or plain values that are equal."""
+    if one is other:
+        return True
+    if isinstance(one, types.MethodType) and isinstance(other, types.MethodType):
+        return one == other
+    if type(one) is not type(other) or not isinstance(one, _PLAIN):
+        return False
+    return one == other or (one != one and other != other)
+
+
+def _near_tensors(one: Tensor, other: Tensor, tolerance: float) -> bool:
+    if one.shape != other.shape or one.dtype is not other.dtype:
+        return False
+    if not tolerance or not one.is_floating_point():
+        return _equal_tensors(one, other)
+    size = float(other.detach().double().nan_to_num().norm())
+    missed = float((one.detach().double() - other.detach().double()).nan_to_num().norm())
+    return missed <= tolerance * max(size, 1e-30) and torch.equal(one.isnan(), other.isnan())
+
+
+def _equal_tensors(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype is not other.dtype:
+        return False
+    if one.device.type == "meta":
+        return True
+    if one.layout is not torch.strided:
+        one, other = one.to_dense(), other.to_dense()
+    if torch.equal(one, other):
+        return True
+    return one.is_floating_point() and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def _is_foreign(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in _FOREIGN
+
+
+def _pointer_of(tensor: Tensor) -> int:
+    """Return the address of the memory of a tensor; 0 where it has none of its own."""
+    try:
+        return tensor.data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return 0
+
+
+def _storage_of(tensor: Tensor) -> int:
+    try:
+        return tensor.untyped_storage()._cdata
+    except (RuntimeError, NotImplementedError):
+        return 0
+
+
+def _slots_of(kind: type) -> Iterator[str]:
+    for each in kind.__mro__:
+        slots = vars(each).get("__slots__", ())
+        for slot in (slots,) if isinstance(slots, str) else slots:
+            if slot not in ("__weakref__", "__dict__"):
+                yield f"_{each.__name__.lstrip('_')}{slot}" if slot.startswith("__") else slot
+
+
+def _same_key(prefix: str, key: object) -> str:
+    return f"{prefix}{key}"
+
+
+def _in_brackets(prefix: str, key: object) -> str:
+    return f"{prefix}[{key!r}]"
