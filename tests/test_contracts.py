@@ -342,12 +342,15 @@ def count_tensors():
 
 
 class CountTensors(L.Callback):
+    """Counts before each of the last five batches of eight: a look at all objects takes long."""
+
     def __init__(self, counts):
         self.counts = counts
 
-    def on_train_batch_start(self, trainer, pl_module, *args):
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         pl_module.losses.clear()
-        self.counts.append(count_tensors())
+        if batch_idx >= 3:
+            self.counts.append(count_tensors())
 
 
 @each
@@ -359,7 +362,7 @@ def test_tensors_do_not_accumulate_and_none_stays_after_the_run(case):
         train(case, [case.make(), CountTensors(counts)], net=Wasteful, batches=lm_batches(8))
         gc.collect()  # what was compiled is garbage once the model is
         left.append(count_tensors())
-    assert case.name == "FrozenCache" or counts[-1] <= max(counts[-5:-1])
+    assert case.name == "FrozenCache" or counts[-1] <= max(counts[:-1])
     assert left[1] <= left[0]
 
 
@@ -467,7 +470,7 @@ def fits(group):
 
 
 # Every pair is in a group of up to sixteen, which is one run for its 120 pairs.
-GROUPS = [cases_at(group) for group in cover_pairs(len(JOINED), fits, would_show, size=16)]
+GROUPS = [cases_at(group) for group in cover_pairs(len(JOINED), fits, would_show, size=16, costly=SLOW)]
 
 
 @pytest.mark.parametrize("pair", REFUSED, ids=names_of)
@@ -502,6 +505,12 @@ def check_group(group):
         raise
 
 
+def trace_only(cases):
+    """The same techniques; blocks are compiled into graphs that run as they are traced, in half of the time."""
+    traced = replace(BY_NAME["CompileBlocks"], make=lambda: ft.CompileBlocks(backend="eager"))
+    return [traced if case is BY_NAME["CompileBlocks"] else case for case in cases]
+
+
 class TwoBlocks(TinyLM):
     """Each block is compiled apart beside all others: the first has an input without gradient, and each has a name."""
 
@@ -511,7 +520,9 @@ class TwoBlocks(TinyLM):
 
 def check_together(cases):
     net = TwoBlocks if BY_NAME["CompileBlocks"] in cases else TinyLM
-    module, _ = train(together(cases), [case.make() for case in cases], net=net)
+    # Activations that wait in files are what the backward keeps, which is another one after the graphs are lowered.
+    made = cases if BY_NAME["ActivationOffload"] in cases else trace_only(cases)
+    module, _ = train(together(cases), [case.make() for case in made], net=net)
     assert largest_difference(reference_for(cases, net=net), weights(module)) <= tolerance_of(cases)
 
 
@@ -539,7 +550,7 @@ def test_negative_control_a_group_that_fails_names_its_pairs():
 def test_all_at_once_in_half_precision_and_turned_round_in_float32():
     optimizer = {"fused": True, **of_both(*TOGETHER)}
     fused = replace(CASES[0], optimizer=optimizer, settings=BY_NAME["FusedClipping"].settings, batches=5)
-    module, t = train(fused, [case.make() for case in TOGETHER], net=TwoBlocks)
+    module, t = train(fused, [case.make() for case in trace_only(TOGETHER)], net=TwoBlocks)
     assert t.global_step == 3
     assert largest_difference(reference_for(TOGETHER, net=TwoBlocks), weights(module)) <= 2e-2
     in_float32 = replace(fused, settings={"gradient_clip_val": 0.5})
@@ -575,8 +586,8 @@ def test_what_they_cost_grows_no_faster_than_the_model():
         return next(count)
 
     run(2)  # what is looked up once
-    few, more, most = calls(2), calls(6), calls(10)
-    assert most - more <= 1.02 * (more - few)
+    few, more, most = calls(2), calls(3), calls(4)
+    assert most - more <= 1.003 * (more - few)
 
 
 each_policy = pytest.mark.parametrize("policy", POLICIES, ids=lambda case: type(case.make().policy).__name__)

@@ -2,7 +2,9 @@
 
 import importlib
 import inspect
+import io
 import sys
+from contextlib import redirect_stdout
 
 import pytest
 import torch
@@ -46,21 +48,35 @@ class Larger(BoringModel):
         return torch.utils.data.DataLoader(RandomDataset(32, 64), batch_size=4)
 
 
-def yaml_on_its_card(technique, capsys):
-    assert main(["techniques", technique.__name__]) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("YAML")]
+def yaml_on_its_card(technique):
+    with redirect_stdout(io.StringIO()) as said:
+        assert main(["techniques", technique.__name__]) == 0
+    lines = [line for line in said.getvalue().splitlines() if line.startswith("YAML")]
     return yaml.safe_load(lines[0].removeprefix("YAML").strip())["trainer"]["callbacks"][0] if lines else None
 
 
+@pytest.fixture(scope="module")
+def cards():
+    """What the cards of all techniques say in YAML, by technique; None where a card has none."""
+    return {technique: yaml_on_its_card(technique) for technique in known_techniques()}
+
+
+@pytest.fixture(scope="module")
+def callbacks_of_cards(cards, tmp_path_factory):
+    """The callbacks that Lightning's CLI makes of all of it at once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["train.py"])
+        return build(tmp_path_factory.mktemp("cards"), callbacks=[spec for spec in cards.values() if spec]).callbacks
+
+
 @pytest.mark.parametrize("technique", list(known_techniques()), ids=lambda technique: technique.__name__)
-def test_the_yaml_of_its_card_makes_the_technique_with_its_settings(technique, tmp_path, capsys):
-    spec = yaml_on_its_card(technique, capsys)
+def test_the_yaml_of_its_card_makes_the_technique_with_its_settings(technique, cards, callbacks_of_cards):
+    spec = cards[technique]
     if spec is None:  # it takes an object, such as a teacher, that YAML cannot make
         needed = [p for p in inspect.signature(technique).parameters.values() if p.default is p.empty]
         assert needed or technique in (ft.ActivationCheckpointing, ft.Preemption)
         return
-    callbacks = build(tmp_path, callbacks=[spec]).callbacks
-    (made,) = [callback for callback in callbacks if type(callback) is technique]
+    (made,) = [callback for callback in callbacks_of_cards if type(callback) is technique]
     by_hand = technique(**spec.get("init_args", {}))
     for name in inspect.signature(technique).parameters:
         if name in vars(by_hand):

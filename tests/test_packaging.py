@@ -186,7 +186,7 @@ for extra, calls in uses.items():
             assert f"pip install 'lightning-fasttrain[{{extra}}]'" in str(error), error
         else:
             raise AssertionError(f"use {{number}} of {{extra}} needs nothing")
-ft.make_plan(Net(), batch, seconds=1)
+ft.make_plan(Net(), batch, seconds=0.1)
 ft.planner.why_not(Net(), batch)
 print(ft.__version__, ft.__file__)
 """

@@ -33,6 +33,21 @@ def run_python(*arguments):
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120, check=False)
 
 
+ANSWER_ALL = """
+import contextlib, io, json, sys
+from lightning_fasttrain.cli.main import main
+answers = []
+for arguments in json.loads(sys.argv[1]):
+    with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.redirect_stderr(said):
+        try:
+            code = main(arguments)
+        except SystemExit as ended:
+            code = ended.code
+    answers.append([code, said.getvalue(), sorted({name.partition(".")[0] for name in sys.modules})])
+print(json.dumps(answers))
+"""
+
+
 def run_command(*arguments):
     """The real command in a fresh process: its exit code, what it printed, and the packages that it imported."""
     done = run_python("-X", "importtime", "-m", "lightning_fasttrain.cli", *arguments)
@@ -57,27 +72,41 @@ def test_a_name_that_the_top_lacks_is_hinted_at(name, meant):
         _ = ft.nothing_like_it
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "says"),
-    [
-        (["--help"], 0, "Train Lightning models faster"),
-        (["--version"], 0, f"fasttrain {ft.__version__}"),
-        ([], 2, "COMMAND"),
-        (["nonsense"], 2, "invalid choice: 'nonsense'"),
-        (["ladder", "--steps", "many"], 2, "argument --steps: invalid int value: 'many'"),
-        (["memory", "--batch", "many"], 2, "argument --batch: invalid int value: 'many'"),
-        (["shard", "--devices", "8"], 2, "the following arguments are required: --memory"),
-        (["consolidate"], 2, "the following arguments are required: DIR"),
-        *(([command, "--help"], 0, f"usage: fasttrain {command}") for command in COMMANDS),
-        (["doctor", "--nonsense"], 2, "unrecognized arguments: --nonsense"),
-        (["techniques", "--ladder"], 2, "argument --ladder: expected one argument"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_what_the_parser_answers_imports_nothing_heavy(arguments, code, says):
-    returned, printed, imported = run_command(*arguments)
+ANSWERS = [
+    (["--help"], 0, "Train Lightning models faster"),
+    (["--version"], 0, f"fasttrain {ft.__version__}"),
+    ([], 2, "COMMAND"),
+    (["nonsense"], 2, "invalid choice: 'nonsense'"),
+    (["ladder", "--steps", "many"], 2, "argument --steps: invalid int value: 'many'"),
+    (["memory", "--batch", "many"], 2, "argument --batch: invalid int value: 'many'"),
+    (["shard", "--devices", "8"], 2, "the following arguments are required: --memory"),
+    (["consolidate"], 2, "the following arguments are required: DIR"),
+    *(([command, "--help"], 0, f"usage: fasttrain {command}") for command in COMMANDS),
+    (["doctor", "--nonsense"], 2, "unrecognized arguments: --nonsense"),
+    (["techniques", "--ladder"], 2, "argument --ladder: expected one argument"),
+]
+
+
+@pytest.fixture(scope="module")
+def answers():
+    """What the parser answers, in one fresh process: the code, what it printed and the packages imported by then."""
+    done = run_python("-c", ANSWER_ALL, json.dumps([arguments for arguments, _, _ in ANSWERS]))
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("number", range(len(ANSWERS)), ids=lambda number: " ".join(ANSWERS[number][0]))
+def test_what_the_parser_answers_imports_nothing_heavy(answers, number):
+    _, code, says = ANSWERS[number]
+    returned, printed, imported = answers[number]
     assert (returned, says in printed) == (code, True)
     assert "argparse" in imported  # so the list is one of imports
+    assert not HEAVY & set(imported)
+
+
+def test_the_command_answers_from_a_fresh_process():
+    returned, printed, imported = run_command("--help")
+    assert (returned, "Train Lightning models faster" in printed) == (0, True)
     assert not imported & HEAVY
 
 
@@ -110,23 +139,7 @@ def test_things_are_pickled_by_their_own_name():
     assert pickle.loads(pickle.dumps(ft.data.split_batch)) is ft.data.split_batch
 
 
-OURS_FIRST = """
-import lightning_fasttrain.predict.predict_memory
-import lightning_fasttrain as ft
-from lightning_fasttrain.predict import predict_memory
-assert callable(predict_memory) and predict_memory is ft.predict.predict_memory is ft.predict_memory
-assert ft.optim.schedule.__name__ == "lightning_fasttrain.optim.schedule"
-assert "TYPE_CHECKING" not in dir(ft.optim) and set(ft.optim.__all__) <= set(dir(ft.optim))
-assert "MicroBatching" not in vars(ft)
-from lightning_fasttrain import *
-assert MicroBatching is ft.MicroBatching is ft.data.MicroBatching and "__version__" not in ft.__all__
-from lightning_fasttrain import LoRA, model
-assert LoRA.__module__ == "lightning_fasttrain.finetune.adapters.lora" and model.CompileBlocks is CompileBlocks
-assert {"data", "mixin", "MicroBatching", "__version__"} <= set(dir(ft)) and "core" not in dir(ft)
-assert "MicroBatching" in vars(ft)
-import lightning as L
-"""
-OURS_LAST = """
+PROGRAM = """
 import json, os, sys
 seen = []
 def hook(event, args):
@@ -144,18 +157,34 @@ import lightning_fasttrain
 result = {"seen": list(seen), "new": sorted(set(sys.modules) - before)}
 import subprocess; subprocess.run(["true"])  # negative control
 print(json.dumps({**result, "would be seen": seen}))
+
+import lightning_fasttrain.predict.predict_memory
+import lightning_fasttrain as ft
+from lightning_fasttrain.predict import predict_memory
+assert callable(predict_memory) and predict_memory is ft.predict.predict_memory is ft.predict_memory
+assert ft.optim.schedule.__name__ == "lightning_fasttrain.optim.schedule"
+assert "TYPE_CHECKING" not in dir(ft.optim) and set(ft.optim.__all__) <= set(dir(ft.optim))
+assert "MicroBatching" not in vars(ft)
+from lightning_fasttrain import *
+assert MicroBatching is ft.MicroBatching is ft.data.MicroBatching and "__version__" not in ft.__all__
+from lightning_fasttrain import LoRA, model
+assert LoRA.__module__ == "lightning_fasttrain.finetune.adapters.lora" and model.CompileBlocks is CompileBlocks
+assert {"data", "mixin", "MicroBatching", "__version__"} <= set(dir(ft)) and "core" not in dir(ft)
+assert "MicroBatching" in vars(ft)
 """
 
 
-def test_each_access_works_and_a_function_is_not_replaced_by_the_file_of_its_name():
-    done = run_python("-c", OURS_FIRST)
+@pytest.fixture(scope="module")
+def done():
+    return run_python("-c", PROGRAM)
+
+
+def test_each_access_works_and_a_function_is_not_replaced_by_the_file_of_its_name(done):
     assert done.returncode == 0, done.stderr
 
 
-def test_importing_starts_nothing_opens_nothing_writes_nothing():
-    done = run_python("-c", OURS_LAST)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+def test_importing_starts_nothing_opens_nothing_writes_nothing(done):
+    result = json.loads(done.stdout.splitlines()[0])
     assert result["seen"] == []
     assert result["would be seen"]
     heavy = {"transformers", "deepspeed", "bitsandbytes", "peft", "torchao", "matplotlib", "torch._inductor"}

@@ -1,10 +1,7 @@
 """Each walk of docs/walks.md enters every file that the page lists, and a call enters no more files than it did."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import lightning_fasttrain as ft
 from tests.support.entered_files import PACKAGE, RUNS, entered_by, micro_batches, save_and_resume
 from tests.support.nets import TinyLM, as_loader, lm_batches, trainer
+from tests.support.ranks import run_ranks
 
 PAGE = (PACKAGE.parent / "docs" / "walks.md").read_text()
 
@@ -70,12 +68,10 @@ MOST_FILES = {
 
 
 @pytest.mark.slow
-def test_a_call_enters_no_more_files_than_it_did():
+def test_a_call_enters_no_more_files_than_it_did(tmp_path):
     """Who wants to understand a call opens each of them. Later work lowers the bounds to what it has reached."""
-    command = [sys.executable, "-m", "tests.support.entered_files"]
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(sys.path)}
-    printed = subprocess.run(command, cwd=PACKAGE.parent, env=environment, stdout=subprocess.PIPE, check=True).stdout
-    entered = json.loads(printed)
+    printed = run_ranks("tests.support.entered_files", log=tmp_path / "log", count=None)
+    entered = json.loads(printed[printed.index("{") :])
     print(f"\n{'call':<16}{'files':>6}{'functions':>11}{'bound':>7}{'goal':>6}")
     for name, (bound, goal) in MOST_FILES.items():
         print(f"{name:<16}{len(entered[name]):>6}{sum(entered[name].values()):>11}{bound:>7}{goal:>6}")

@@ -1,5 +1,6 @@
 """Gradients summed over micro-batches equal those of the unsplit batch up to rounding."""
 
+import itertools
 from contextlib import contextmanager
 
 import pytest
@@ -31,8 +32,7 @@ def random_batch(seed):
     return batch
 
 
-@pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("n", [2, 3, 8])
+@pytest.mark.parametrize(("seed", "n"), list(zip(range(12), itertools.cycle([2, 3, 8]), strict=False)))
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.float64, 1e-12), (torch.bfloat16, 1.6e-2)]
 )

@@ -1,14 +1,18 @@
 """Groups in which every pair meets: one run for all the pairs of a group, instead of one run for each pair."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 Pair = tuple[int, int]
 Group = tuple[int, ...]
 
 
 def cover_pairs(
-    count: int, fits: Callable[[Group], bool], shows: Callable[[Group, Pair], bool], size: int
+    count: int,
+    fits: Callable[[Group], bool],
+    shows: Callable[[Group, Pair], bool],
+    size: int,
+    costly: Set[int] = frozenset(),
 ) -> list[Group]:
     """Return groups of at most ``size`` of the numbers below ``count``, so that a group shows every pair that fits.
 
@@ -17,8 +21,10 @@ def cover_pairs(
     Args:
         fits: whether these can be one group.
         shows: whether a group that holds a pair would show what is wrong with it.
+        costly: the numbers whose pairs come first, so that few groups hold them.
     """
     left = [pair for pair in itertools.combinations(range(count), 2) if fits(pair)]
+    left.sort(key=lambda pair: costly.isdisjoint(pair))
     groups = []
     while left:
         waiting, group = set(left), left[0]

@@ -143,7 +143,7 @@ def main(path):
     ours, seen, *_ = seeded([ft.ActivationCheckpointing()], mine, **dropout)
     found["checkpointing"] = worst(with_dropout, seen)
     shallow = {"net": {"depth": 2}}  # each block is compiled for itself
-    ours, seen, *_ = seeded([ft.CompileBlocks(backend="aot_eager"), ft.ActivationCheckpointing()], mine, **shallow)
+    ours, seen, *_ = seeded([ft.CompileBlocks(backend="eager"), ft.ActivationCheckpointing()], mine, **shallow)
     plain, expected, *_ = seeded([], mine, **shallow)
     found["compile+checkpointing"] = worst(expected, seen)
     ours, seen, *_ = seeded([ft.LowPrecisionProducts("int8", min_features=8)], mine, **shallow)
@@ -161,7 +161,7 @@ def main(path):
     found["adapter"] = worst(expected, seen)
     found["adapter agree"] = agree(ours)
 
-    thirds = (RANK0, lm_batches(5, size=9, seed=4))[rank]  # of one size, so that each rank compiles its tiles once
+    thirds = (RANK0, lm_batches(5, size=9, seed=4))[rank][:3]  # of one size, so that each rank compiles its tiles once
     plain, expected, *_ = seeded(by_hand_of(TOGETHER), thirds, **shallow)
     # CompileBlocks and TiledMLP together compile for ten seconds: test_contracts.py does so.
     kept = [case for case in TOGETHER if case.name != "CompileBlocks"]
@@ -169,13 +169,13 @@ def main(path):
     ours, seen, *_ = seeded([case.make() for case in kept if case.regroup is list], thirds, **shallow)
     found["together"] = [worst(expected, seen), agree(ours)]
 
-    rehearsal, mixed = ft.dry_run.Rehearsal(seconds=2), [*mine[:4], concatenate(mine[: 1 + 2 * rank])]
+    rehearsal, mixed = ft.dry_run.Rehearsal(seconds=1), [*mine[:4], concatenate(mine[: 1 + 2 * rank])]
     plain, expected, *_ = seeded([ft.MicroBatching(2)], mixed, **dropout)
     ours, seen, *_ = seeded([ft.MicroBatching(2), rehearsal], mixed, **dropout)
     found["rehearsed"] = worst(expected, seen)
     found["rehearsal"] = rehearsal.report.lines
     try:
-        seeded([Drifts(), ft.dry_run.Rehearsal(seconds=2)], mine, **shallow)
+        seeded([Drifts(), ft.dry_run.Rehearsal(seconds=1)], mine, **shallow)
     except ft.dry_run.RehearsalError as error:
         found["drifts"] = str(error)
 

@@ -393,8 +393,9 @@ def a_thread_watches(kind: Kind) -> None:
 
 
 def what_survives_is_frozen(kind: Kind) -> None:
-    def collect_and_count(*_: Any) -> int:
-        gc.collect()
+    def collect_and_count(trainer: L.Trainer, *_: Any) -> int:
+        if trainer.global_step <= 2:  # each looks through all that is imported
+            gc.collect()
         return gc.get_freeze_count()
 
     gc.unfreeze()  # what the tests themselves have frozen

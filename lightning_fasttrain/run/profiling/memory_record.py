@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from io import StringIO
 from math import inf
@@ -179,7 +179,8 @@ class MemoryRecord:
         columns = [column.name for column in fields(Allocation)]
         rows = []
         for a in self.allocations:
-            row = {**asdict(a), "end_ms": None if a.end_ms == inf else a.end_ms}  # JSON cannot represent infinity
+            row = {column: getattr(a, column) for column in columns}
+            row["end_ms"] = None if a.end_ms == inf else a.end_ms  # JSON cannot represent infinity
             rows.append(list(row.values()))
         sums = {"peak_bytes": self.peak_bytes, "at_peak": self.at_peak, "peaks": self.peaks}
         climb = None if self.climb is None else {"module": self.climb.module, "op": self.climb.op}
