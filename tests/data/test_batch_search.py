@@ -1,5 +1,6 @@
 """Later batches are checked for properties that the first one did not show, in the Trainer and in a loop."""
 
+import traceback
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from lightning_fasttrain.data.normalizer.trial import try_split
 from lightning_fasttrain.data.normalizer.trial.try_split import Looks, Stage
 from lightning_fasttrain.data.trunk import find_trunk
 from lightning_fasttrain.data.trunk.find_trunk import BatchSearch, guess_split, is_guess
-from tests.support.nets import Gradients, as_loader, gradients, largest_difference, trainer
+from tests.support.nets import Gradients, TinyLM, as_loader, fit, gradients, largest_difference, lm_batches, trainer
 
 BATCHES = 4
 
@@ -158,3 +159,27 @@ def test_with_sharded_parameters_no_rank_searches_alone(monkeypatch):
     search = BatchSearch(stage, None, 2)
     with pytest.raises(CannotSplitError, match=r"another term.*a single rank cannot run a batch again"):
         search.find_another(LossSplit(None, None), OtherSplitError("it has another term"), 0)
+
+
+class Broken(TinyLM):
+    def training_step(self, batch, batch_idx):
+        return self(batch["input_ids"]).mean() * torch.ones(len(batch["labels"]))[99]
+
+
+@pytest.mark.parametrize(
+    "technique",
+    [
+        ft.MicroBatching(2),
+        ft.MicroBatching("auto"),
+        ft.MicroBatching(2, through="blocks.*"),
+        ft.TokenWeightedAccumulation(2),
+        ft.data.GlobalBatch(12),
+    ],
+    ids=str,
+)
+def test_an_error_of_the_step_is_raised_as_it_is_and_alone(technique):
+    with pytest.raises(IndexError, match="index 99 is out of bounds") as raised:
+        fit(Broken(), lm_batches(2), [technique])
+    lines = "".join(traceback.format_exception(raised.value))
+    assert "[99]" in lines
+    assert "CannotSplitError" not in lines

@@ -630,12 +630,15 @@ def test_a_trunk_that_mixes_samples_by_index_is_refused():
         steps([ft.MicroBatching(3, through="encoder")], make_net=PartnersInside, given=batches_with_partners())
 
 
-def test_a_step_that_also_fails_on_its_batch_is_refused_with_its_error():
+def test_an_error_of_a_step_in_a_loop_is_raised_as_it_is():
     def fail(x: Tensor) -> Tensor:
         raise IndexError(f"no row of {len(x)}")
 
-    with pytest.raises(ValueError, match="also fails on the whole batch: IndexError no row of 6"):
+    with pytest.raises(IndexError, match="no row of 6") as raised:
         accumulate_gradients(fail, torch.ones(6, 2), n=2)
+    assert raised.value.__notes__ == [
+        "The step raised this on unsplit samples, in a trial before the step that counts."
+    ]
 
 
 @pytest.mark.parametrize("through", ["enkoder", nn.LSTM, ["enkoder", nn.LSTM], UserList(["enkoder"])])

@@ -79,8 +79,8 @@ class TrunkTrial:
         Raises: whatever the step raises.
         """
         size = batch_size(batch)
-        with torch.no_grad(), _recording_calls(_all_modules(stage)) as unsplit:
-            trial = try_unsplit(replace(stage, gradients=False), Sample(batch, size, []))
+        with _recording_calls(_all_modules(stage)) as unsplit:
+            trial = _try_whole(stage, batch, size)
         one_row: _Calls = {}
         for module, calls in unsplit.items():
             one_row[module] = [call.expect_one_row(size) for call in calls]
@@ -153,6 +153,12 @@ class TrunkTrial:
         if self.stage.gradients:
             return [mine]
         return from_all_ranks([mine])
+
+
+def _try_whole(stage: Stage, batch: object, size: int) -> Trial:
+    """Run the step on a whole batch, without gradients. Raises: what the step raises."""
+    with torch.no_grad():
+        return try_unsplit(replace(stage, gradients=False), Sample(batch, size, []))
 
 
 @dataclass
@@ -283,11 +289,10 @@ def find_trunk(stage: Stage, trial: Trial | None, batch: object, n: int) -> Trun
         trial: a trial of the step on a few samples of the batch, if there is one.
         batch: the batch, which is tried as a whole where the step fails on a few samples.
         n: its number of micro-batches.
+
+    Raises: what the step raises on the whole batch.
     """
-    try:
-        tried = _try_modules(stage, trial, batch, n)
-    except FAILURES as error:
-        return f"the step also fails on the whole batch: {type(error).__name__} {error}"
+    tried = _try_modules(stage, trial, batch, n)
     if tried is None:
         return "no samples could be tried"
     trunk, has_statistics = _find_independent(stage.models, tried)
@@ -393,7 +398,7 @@ class BatchSearch:
         Raises:
             CannotSplitError: it cannot be split.
         """
-        log_rules = getattr(before, "log_rules", None)
+        log_rules, refused = getattr(before, "log_rules", None), None
         try:
             found = find_split(
                 self.stage,
@@ -406,7 +411,9 @@ class BatchSearch:
                 whole_batches=self.whole_batches,
             )
         except CannotSplitError as error:
-            return self._find_trunk(error, together)
+            refused = error
+        if refused is not None:  # outside of the handler, so that an error of the user's is shown alone
+            return self._find_trunk(refused, together)
         if found is None or (found.provisional and not is_guess(before)):
             return before
         return found
@@ -443,7 +450,10 @@ class BatchSearch:
         return self._find_trunk(CannotSplitError(f"{error}", try_split(self.stage, self.samples())), together=False)
 
     def _find_trunk(self, error: CannotSplitError, together: bool) -> Found:
-        """Return the trunk. Raises: CannotSplitError: there is none."""
+        """Return the trunk. Raises: CannotSplitError: there is none; or what the step raises on the whole batch."""
+        windows = self.is_window or self.count != "auto"
+        if windows and error.trial is not None and error.trial.failed and self.stage.gradients:
+            _try_whole(self.stage, self.batch, 1)
         if self.is_window and not self.whole_batches and self.count == "auto":
             what = "micro-batches of a window of several batches, as with TokenWeightedAccumulation"
             why = f"{error.why}, and the samples of several batches are never in memory together"

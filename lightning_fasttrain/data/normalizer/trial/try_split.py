@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward
 from torchmetrics import Metric
 
-from lightning_fasttrain.core.distributed import from_all_ranks
+from lightning_fasttrain.core.distributed import from_all_ranks, is_sharded
 from lightning_fasttrain.core.modules.wrapped_forward import patch, without_rounding
 from lightning_fasttrain.core.state.step_state import StepState, same_values
 from lightning_fasttrain.data.normalizer.read_normalizers import read_normalizers, walk_graph
@@ -112,6 +112,9 @@ def try_unsplit(stage: Stage, sample: Sample) -> Trial:
         return _try(stage, replace(sample, cuttings=[]), "float32")
     except _NoLossError as error:
         raise error.reason from None
+    except Exception as error:
+        error.add_note("The step raised this on unsplit samples, in a trial before the step that counts.")
+        raise
 
 
 def _try_sample(stage: Stage, sample: Sample, precision: str) -> Trial:
@@ -274,9 +277,10 @@ def _undone(stage: Stage, precision: str, moved: Sequence[str] = ()) -> Iterator
             undo.callback(unmoved.restore)
             unmoved.move_(moved)
         # Strategies with sharded parameters move them in a forward.
-        state = StepState(stage.models, parameters=stage.gradients)
+        stay = not any(map(is_sharded, stage.models))
+        state = StepState(stage.models, parameters=stay)
         undo.callback(state.restore)
-        if stage.gradients:
+        if stay:
             undo.enter_context(state.watch())
         yield state
 
