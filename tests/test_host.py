@@ -25,6 +25,7 @@ NAMES = {
     "_FabricOptimizer": (f"{FABRIC}.wrappers", ["core/host/lightning"]),
     "_accelerator_connector": (f"{PYTORCH}.trainer.trainer", ["core/host/lightning"]),
     "_batches_that_stepped": (f"{LOOPS}.training_epoch_loop", ["core/host/lightning"]),
+    "_call_callback_hooks": (f"{PYTORCH}.trainer.call", ["core/host/lightning"]),
     "_call_lightning_module_hook": (f"{PYTORCH}.trainer.call", ["core/host/lightning"]),
     "_call_strategy_hook": (f"{PYTORCH}.trainer.call", ["core/host/lightning"]),
     "_combined_loader": (f"{LOOPS}.fit_loop", ["core/host/lightning", "run/checkpoint/resume_state"]),
@@ -181,7 +182,7 @@ def own_names():
 
 TORCHS = {  # of the same names
     *("_parameters", "_buffers", "_modules", "_version", "_base", "_load_state_dict_pre_hooks"),
-    *("_forward_hooks", "_forward_pre_hooks"),
+    *("_forward_hooks", "_forward_pre_hooks", "_spec"),
 }
 
 

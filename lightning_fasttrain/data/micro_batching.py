@@ -33,9 +33,9 @@ class MicroBatching(Technique):
     which samples do not depend on one another runs in micro-batches with recomputation instead, and ``training_step``
     is called once, with the whole batch; one log line reports which of the two is used. Batch size, ``batch_idx``,
     ``global_step``, schedules, clipping and the values of ``self.log`` are those of the unsplit step; it composes with
-    ``accumulate_grad_batches``, and under DDP gradients are synchronized once a step. ``on_before_backward`` and
-    ``on_after_backward`` fire once a micro-batch. For the arithmetic and its limits (BatchNorm, dropout) see
-    :func:`~lightning_fasttrain.accumulate_gradients`.
+    ``accumulate_grad_batches``, and under DDP gradients are synchronized once a step. ``on_before_backward`` is called
+    once a batch, with the loss of its first micro-batch, and ``on_after_backward`` once its gradient is complete. For
+    the arithmetic and its limits (BatchNorm, dropout) see :func:`~lightning_fasttrain.accumulate_gradients`.
 
     Acts in the closure of the optimizer step, since Lightning zeroes gradients after ``training_step``.
 

@@ -221,6 +221,61 @@ def call_strategy(trainer: L.Trainer, hook: str, *arguments: object) -> Any:
     return call._call_strategy_hook(trainer, hook, *arguments)
 
 
+class BackwardHooks:
+    """Has the backwards of several micro-batches call the user's hooks as often as that of the unsplit batch does.
+
+    Hooks of callbacks of this package watch each micro-batch, and are left alone.
+    """
+
+    def __init__(self, trainer: L.Trainer) -> None:
+        self._trainer = trainer
+        self._is_held = False
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Call ``on_before_backward`` at the first backward within only, and ``on_after_backward`` at none."""
+        with ExitStack() as undo:
+            for target in self._list_targets():
+                undo.callback(patch(target, "on_before_backward", _call_once(target.on_before_backward)))
+                undo.callback(patch(target, "on_after_backward", _call_nothing))
+            yield
+        self._is_held = True
+
+    def call_after(self) -> None:
+        """Call ``on_after_backward``, now that gradients are those of the batch."""
+        if self._is_held:
+            call._call_callback_hooks(self._trainer, "on_after_backward")
+            call._call_lightning_module_hook(self._trainer, "on_after_backward")
+
+    def _list_targets(self) -> list[Any]:
+        targets: list[Any] = []
+        for target, base in ((self._trainer.lightning_module, L.LightningModule), *_with_base(self._trainer)):
+            names = ("on_before_backward", "on_after_backward")
+            is_overridden = any(getattr(type(target), name) is not getattr(base, name) for name in names)
+            if is_overridden or any(name in vars(target) for name in names):
+                targets.append(target)
+        return targets
+
+
+def _with_base(trainer: L.Trainer) -> list[tuple[L.Callback, type]]:
+    own = __name__.partition(".")[0]
+    callbacks = [callback for callback in trainer.callbacks if type(callback).__module__.partition(".")[0] != own]
+    return [(callback, L.Callback) for callback in callbacks]
+
+
+def _call_once(hook: Callable[..., object]) -> Callable[..., object]:
+    waiting = [hook]
+
+    def call_first(*args: object) -> object:
+        return waiting.pop()(*args) if waiting else None
+
+    return call_first
+
+
+def _call_nothing(*_: object) -> None:
+    return None
+
+
 @contextmanager
 def logging_as(module: L.LightningModule, hook: str) -> Iterator[None]:
     """``self.log`` as if it was called in ``hook``."""

@@ -18,6 +18,7 @@ import torch
 from lightning.fabric.utilities.apply_func import apply_to_collection
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
@@ -25,6 +26,7 @@ from torchmetrics import Metric
 from lightning_fasttrain.core.batch.leaves import batch_size, can_be_cut
 from lightning_fasttrain.core.distributed import is_sharded
 from lightning_fasttrain.core.host.lightning import (
+    BackwardHooks,
     accumulation_continues,
     call_strategy,
     plain_closure,
@@ -274,6 +276,11 @@ class SplitSearch:
         )
 
     @property
+    def checks(self) -> bool:
+        """Whether what would change the training is refused."""
+        return self._counting.check
+
+    @property
     def _counting(self) -> Counting:
         """The technique whose ``count`` is used: if one is given, it serves both."""
         given = [technique for technique in self._techniques if technique.count != "auto"]
@@ -405,18 +412,19 @@ class _BatchRun:
         micro = self.search.micro
         if self.window is not None:
             self.window.take_reference(self.trainer, self.search.size_of(self.batch))
+        hooks = BackwardHooks(self.trainer)
         if micro is None:
             ran = self._run_parts(WholeParts([self.batch]))
-        elif micro.adaptive:
-            ran = self._run_until_it_fits(micro)
         else:
-            ran = self._run_in(micro, self.batch, micro.n)
+            with hooks.held():
+                ran = self._run_until_it_fits(micro) if micro.adaptive else self._run_in(micro, self.batch, micro.n)
         # What may wait for other ranks comes after all micro-batches have fitted.
         ran.logs.pass_on()
         if self.window is not None:
             self.window.add(ran.weights.total, self.optimizer)
         if not (accumulation_continues(self.trainer) or takes_float32_gradients(self.optimizer)):
             self.sums.finish()
+        hooks.call_after()
         return ClosureResult.from_training_step_output(ran.output, self.trainer.accumulate_grad_batches)
 
     def _run_in(self, micro: Splitter, batch: object, n: int) -> _Ran:
@@ -446,6 +454,8 @@ class _BatchRun:
 
     def _run_parts(self, cut: Parts) -> _Ran:
         """Run forward and backward of each micro-batch, and combine what they logged and returned."""
+        if len(cut.parts) > 1:
+            self._refuse_own_backward()
         # A window's total is not known yet: a constant stands in, and is divided out when the window is full.
         reference = None if self.window is None else self.window.reference
         split = self.search.split
@@ -461,6 +471,15 @@ class _BatchRun:
         if len(cut.parts) > 1:
             logs.rules = self.search.settle_logs(self.batch, cut, self.rest, logs)
         return _Ran(weights, _combine(outputs, cut, weights, logs), logs)
+
+    def _refuse_own_backward(self) -> None:
+        """Raises: ValueError: the module overrides ``backward``, which would act on parts of the loss."""
+        module = self.trainer.lightning_module
+        if is_overridden("backward", module) and self.search.checks:
+            what = f"MicroBatching with {type(module).__name__}.backward"
+            why = "the method would run for each micro-batch, on a part of the loss and of the gradient"
+            way_out = "Change gradients in on_after_backward, which is called once a batch, or pass check=False"
+            raise ValueError(explain(what, why, way_out))
 
     def _forward_backward(self, parts: list[Any], weights: StepWeights, logs: BatchLogs) -> list[Any]:
         """Add up the gradients of the micro-batches, and return their outputs."""
