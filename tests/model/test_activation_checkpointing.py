@@ -26,6 +26,11 @@ def run(net, x):
     loss.backward()
     result = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
     result |= {f"buffer {name}": b.clone() for name, b in net.named_buffers()}
+    for name, module in net.named_modules():
+        for key in ("value", "scores", "counts", "seen", "factor"):
+            numbers = getattr(module, key, 0.0)
+            held = list(numbers.values()) if isinstance(numbers, dict) else numbers
+            result[f"{name}.{key}"] = torch.tensor(sorted(held) if isinstance(held, set) else held).double()
     result |= {"loss": loss.detach(), "input": x.grad if x.grad is not None else torch.zeros(())}
     result["rng"] = torch.tensor([torch.rand(()).item(), random.random(), np.random.rand()])
     return result
@@ -55,8 +60,7 @@ class LateNoise(nn.Module):
         self.library, self.function, self.calls = library, function, 0
 
     def forward(self, x):
-        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() == -1:
-            self.calls += 1
+        self.calls += 1
         factor = getattr(LIBRARIES[self.library], self.function)() if self.calls > 2 else 1.0
         return torch.tanh(self.linear(x) * factor)
 
@@ -84,8 +88,42 @@ class Counter(nn.Module):
         return torch.tanh(self.linear(x) * self.calls)
 
 
+class Temperature(nn.Module):
+    """Lowers an attribute of a submodule at each forward, sets a flag at the first, and keeps the last scores."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.scale, self.scores = nn.Linear(4, 4), nn.Identity(), []
+        self.scale.value = 2.0
+
+    def forward(self, x):
+        self.scale.value = max(0.5, self.scale.value * 0.9)
+        if not hasattr(self, "is_ready"):
+            x, self.is_ready = x * 3, True
+        y = torch.tanh(self.linear(x) / self.scale.value) * (1 + len(self.scores))
+        self.scores.append(float(y.detach().sum()))
+        return y
+
+
+class WarmUp(nn.Module):
+    """Sets an attribute from its third forward on, through ``setattr``, and fills a dict and a set."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.seen, self.counts, self.factor = nn.Linear(4, 4), set(), {"calls": 0}, 1.0
+
+    def forward(self, x):
+        self.counts["calls"] += 1
+        self.seen.add(self.counts["calls"])
+        if self.counts["calls"] > 2:
+            setattr(self, "factor", self.factor * 0.5)  # noqa: B010
+        return torch.tanh(self.linear(x) * self.factor) * len(self.seen)
+
+
 def stack(kind):
     make = {
+        "attributes": Temperature,
+        "late attributes": WarmUp,
         "dropout": lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Tanh()),
         "batchnorm": lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU()),
         "numpy and random": NumpyNoise,
@@ -98,7 +136,11 @@ def stack(kind):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "kind", ["dropout", "batchnorm", "numpy and random", "own buffer", "spectral norm", "transformer"]
+    "kind",
+    [
+        *("dropout", "batchnorm", "numpy and random", "own buffer", "spectral norm", "transformer"),
+        *("attributes", "late attributes"),
+    ],
 )
 def test_checkpointing_is_bitwise_equal(kind, dtype):
     plain = stack(kind).to(dtype)
@@ -113,7 +155,7 @@ def test_checkpointing_is_bitwise_equal(kind, dtype):
         assert same(run(plain, x), run(ours, x))
 
 
-@pytest.mark.parametrize("kind", ["numpy and random", "own buffer", "batchnorm"])
+@pytest.mark.parametrize("kind", ["numpy and random", "own buffer", "batchnorm", "attributes", "late attributes"])
 def test_negative_control_torch_checkpoint_differs_in_these(kind):
     plain = stack(kind)
     theirs = copy.deepcopy(plain)

@@ -1,10 +1,16 @@
 """Run a function, or a module's forward, so that its saved tensors are recomputed in the backward."""
 
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
+from copy import copy
+from dis import get_instructions
+from functools import cache
 from itertools import islice
+from operator import is_
+from types import CodeType, FunctionType
 from typing import Any, TypeGuard
 from weakref import ref
 
@@ -248,6 +254,10 @@ class RecomputedForward(WrappedForward):
         self.changing = {place for place in _buffers_of(module) if isinstance(place[0], norms)}
         self.seen = False
         self.looked = False
+        # Watched only where some code could set them, since that takes time at each forward.
+        self.attributes = list(map(_Attributes, module.modules()))
+        if not any(_sets_attributes(kind) for one in module.modules() for kind in type(one).__mro__):
+            self.attributes = [one for one in self.attributes if one.containers]
 
     def versions_of(self, inputs: Iterable[object]) -> list[int]:
         """Return how often each tensor among the inputs was written to, before the first forward in training."""
@@ -291,6 +301,8 @@ class RecomputedForward(WrappedForward):
 
     def contexts(self, keeping: AbstractContextManager[object], reusing: AbstractContextManager[object]) -> Contexts:
         """Return the contexts of forward and recomputation, each with a further context entered inside."""
+        if self.attributes:
+            keeping, reusing = _with_attributes(self.attributes, keeping, reusing)
         buffers = _buffers_of(self.module)
         if not buffers:
             return keeping, reusing
@@ -327,6 +339,106 @@ class RecomputedForward(WrappedForward):
                     owner._buffers[key] = buffer
 
         return forward(), Again(recompute)
+
+
+_CONTAINERS = (list, dict, set, deque)
+
+
+class _Attributes:
+    """The attributes of a module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.containers = self._find_containers()
+
+    def _find_containers(self) -> list[str]:
+        """Return the names of those that can be changed in place."""
+        held = vars(self.module)
+        return [name for name in held.keys() - _OF_MODULES if type(held[name]) in _CONTAINERS]
+
+    def read(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the attributes, and copies of the containers among them."""
+        values = dict(vars(self.module))
+        return values, {name: copy(values[name]) for name in self.containers if name in values}
+
+    def list_changed(self, values: dict[str, Any], copies: dict[str, Any]) -> list[tuple[str, Any]]:
+        """Return name and earlier value of what differs from what :meth:`read` returned."""
+        held = vars(self.module)
+        written = [name for name in copies if not _hold_the_same(values[name], copies[name])]
+        # Compared all at once, since this is done at each forward.
+        if not written and list(map(id, held.values())) == list(map(id, values.values())):
+            return []
+        self.containers = self._find_containers()
+        names = (values.keys() | held.keys()) - _OF_MODULES
+        written += [name for name in names if held.get(name, _MISSING) is not values.get(name, _MISSING)]
+        return [(name, copies.get(name, values.get(name, _MISSING))) for name in dict.fromkeys(written)]
+
+
+@cache
+def _sets_attributes(kind: type) -> bool:
+    """Whether a method of a class, other than those that make one, sets attributes of anything."""
+    if kind.__module__.startswith("torch.nn.modules."):
+        return False
+    functions = [getattr(value, "__wrapped__", value) for name, value in vars(kind).items() if "init" not in name]
+    return any(_stores(function.__code__) for function in functions if isinstance(function, FunctionType))
+
+
+def _stores(code: CodeType) -> bool:
+    if "setattr" in code.co_names:
+        return True
+    if any(one.opname in ("STORE_ATTR", "DELETE_ATTR") for one in get_instructions(code)):
+        return True
+    return any(map(_stores, (inner for inner in code.co_consts if isinstance(inner, CodeType))))
+
+
+def _with_attributes(
+    attributes: Sequence[_Attributes], keeping: AbstractContextManager[object], reusing: AbstractContextManager[object]
+) -> Contexts:
+    """Return the contexts of forward and recomputation, in which attributes that the forward sets are as before it.
+
+    A temperature that is lowered at each forward, for example, or the flag of a lazy initialization.
+    """
+    changed: list[tuple[dict[str, Any], str, Any]] = []
+
+    @contextmanager
+    def forward() -> Iterator[None]:
+        before = [one.read() for one in attributes]
+        with keeping:
+            yield
+        for one, (values, copies) in zip(attributes, before, strict=True):
+            for name, value in one.list_changed(values, copies):
+                changed.append((vars(one.module), name, value))
+
+    @contextmanager
+    def recompute() -> Iterator[None]:
+        now = [(held, name, held.get(name, _MISSING)) for held, name, _ in changed]
+        for held, name, value in changed:
+            _set_attribute(held, name, copy(value) if type(value) in _CONTAINERS else value)
+        try:
+            with reusing:
+                yield
+        finally:
+            for held, name, value in now:
+                _set_attribute(held, name, value)
+
+    return forward(), Again(recompute)
+
+
+_MISSING = object()
+_OF_MODULES = frozenset(vars(nn.Module()))  # hooks and the like, and what is in other dicts
+
+
+def _hold_the_same(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(map(is_, one.values(), other.values()))
+    return len(one) == len(other) and (one == other if isinstance(one, set) else all(map(is_, one, other)))
+
+
+def _set_attribute(held: dict[str, Any], name: str, value: object) -> None:
+    if value is _MISSING:
+        held.pop(name, None)
+    else:
+        held[name] = value
 
 
 @contextmanager
