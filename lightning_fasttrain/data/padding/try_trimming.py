@@ -146,52 +146,80 @@ def _try_together(
 def _try(stage: Stage, batch: object, split: LossSplit, padding: Padding, most_rows: int, multiple_of: int) -> Outcome:
     extents = padding.read(batch)
     assert extents is not None
-    outcome = Outcome("no row is short enough", is_known=False)
-    for rows in _choose_rows(extents, most_rows, in_step=not stage.gradients):
-        outcome = _try_rows(stage, batch, split, extents, rows, multiple_of)
-        if outcome.error > _SURE and outcome.why_not:
-            outcome = _explain_labels(outcome, batch, extents, rows)
-            outcome = _name_module(outcome, stage, batch, extents, rows[0])
-        if outcome.why_not:
-            break
-    return outcome
-
-
-def _try_rows(
-    stage: Stage, batch: object, split: LossSplit, extents: Extents, rows: list[int], multiple_of: int
-) -> Outcome:
-    outcome = Outcome("no row is short enough", is_known=False)
+    tried = _Rows(stage, batch, split, extents, most_rows)
+    outcome, has_failed = tried.try_multiple(1)
     # Models that need a multiple of some length are tried with that, all others with the exact lengths.
-    for multiple in dict.fromkeys((1, multiple_of)):
-        if stage.gradients and all(extents.is_whole([row], multiple) for row in rows):
-            break  # nothing would be cut off
-        sample = _cut_sample(batch, extents, rows, multiple)
-        trial = try_split(stage, iter([sample]))
-        outcome = _compare(stage, trial, split)
-        if not trial.failed or not stage.gradients:
-            break
+    if has_failed and stage.gradients and multiple_of > 1:
+        outcome, _ = tried.try_multiple(multiple_of)
     return outcome
 
 
-def _choose_rows(extents: Extents, most_rows: int, *, in_step: bool) -> list[list[int]]:
-    """Return groups of rows: those of which the most is cut off, on each side of each axis, each with a long row.
+@dataclass(frozen=True)
+class _Rows:
+    """Rows of a batch, which are tried with and without their padding.
 
     Args:
+        stage: where the step runs.
+        batch: the batch.
+        split: how the loss is split.
         extents: where the rows begin and end.
         most_rows: number of rows that is known to fit in memory.
-        in_step: whether ranks must choose equally many rows.
     """
-    filled = [row for row, ends in enumerate(extents.rows) if count_tokens(ends)] or [0]
-    chosen: list[int] = []
-    for axis in range(len(extents.sizes)):
-        chosen.append(max(filled, key=lambda row, axis=axis: extents.rows[row][axis][0]))
-        chosen.append(min(filled, key=lambda row, axis=axis: extents.rows[row][axis][1]))
-    longest = max(filled, key=lambda row: count_tokens(extents.rows[row]))
-    if in_step:
-        return [[*chosen, longest]]
-    chosen = [row for row in dict.fromkeys(chosen) if not extents.is_whole([row], 1)] or [longest]
-    each = max(1, most_rows - 1)
-    return [[*chosen[start : start + each], longest] for start in range(0, len(chosen), each)]
+
+    stage: Stage
+    batch: object
+    split: LossSplit
+    extents: Extents
+    most_rows: int
+
+    def try_multiple(self, multiple: int) -> tuple[Outcome, bool]:
+        """Try rows that are cut to a multiple of some length; also return whether the step failed on them."""
+        outcome = Outcome("no row is short enough", is_known=False)
+        for rows in self._choose(multiple):
+            if self.stage.gradients and all(self.extents.is_whole([row], multiple) for row in rows):
+                continue  # nothing would be cut off
+            trial = try_split(self.stage, iter([_cut_sample(self.batch, self.extents, rows, multiple)]))
+            outcome = _compare(self.stage, trial, self.split)
+            if outcome.error > _SURE and outcome.why_not:
+                outcome = _explain_labels(outcome, self.batch, self.extents, rows)
+                outcome = _name_module(outcome, self.stage, self.batch, self.extents, rows[0])
+            if outcome.why_not:
+                return outcome, trial.failed
+        return outcome, False
+
+    def _choose(self, multiple: int) -> list[list[int]]:
+        """Return groups of rows, each with a long one: on each side of each axis that of which the most is cut off.
+
+        With rounded lengths also that which ends next to the cut: padding may act on what is near. Rows without a
+        counted target have no gradient, so they would not show anything.
+        """
+        extents = self.extents
+        filled = [row for row, ends in enumerate(extents.rows) if count_tokens(ends)] or [0]
+        filled = [row for row in filled if row in _list_counted(self.batch, extents)] or filled
+        chosen: list[int] = []
+        for axis in range(len(extents.sizes)):
+            chosen.append(max(filled, key=lambda row, axis=axis: extents.rows[row][axis][0]))
+            chosen.append(min(filled, key=lambda row, axis=axis: extents.rows[row][axis][1]))
+        longest = max(filled, key=lambda row: count_tokens(extents.rows[row]))
+        if not self.stage.gradients:  # ranks with sharded parameters must choose equally many rows
+            return [[*chosen, longest]]
+        cut = [row for row in filled if not extents.is_whole([row], multiple)]
+        if cut and multiple > 1:
+            chosen.append(min(cut, key=lambda row: self._count_padding_left(row, multiple)))
+        chosen = [row for row in dict.fromkeys(chosen) if row in cut] or [longest]
+        each = max(1, self.most_rows - 1)
+        return [[*chosen[start : start + each], longest] for start in range(0, len(chosen), each)]
+
+    def _count_padding_left(self, row: int, multiple: int) -> int:
+        return count_tokens(self.extents.spans_of([row], multiple)) - count_tokens(self.extents.rows[row])
+
+
+def _list_counted(batch: object, extents: Extents) -> set[int]:
+    """Return the rows that have a target, as far as labels of the batch show it; else all."""
+    _, labels = find_labels(batch)
+    if labels is None or labels.ndim < 2 or len(labels) != len(extents.rows):
+        return set(range(len(extents.rows)))
+    return set((labels != -100).flatten(1).any(1).nonzero()[:, 0].tolist())
 
 
 def _cut_sample(batch: object, extents: Extents, rows: list[int], multiple: int) -> Sample:
@@ -208,6 +236,10 @@ def _compare(stage: Stage, trial: Trial, split: LossSplit) -> Outcome:
     if trial.why_not:
         is_known = trial.failed or not (trial.is_skipped or trial.shows_nothing)
         return Outcome(trial.why_not, is_known)
+    for run, (_, rows) in zip(trial.splits[0], trial.sample.cuttings[0], strict=True):
+        # Whatever is cut off a row without a gradient, nothing would differ. A mean over no target is NaN.
+        if stage.gradients and _is_cut(rows) and not run.values[1:].nan_to_num(0.0).any():
+            return Outcome("a row that is cut has no gradient", is_known=False)
     trial = distinguish_rounding(stage, trial, lambda trial: _error_of(split, trial))
     error = _error_of(split, trial)
     if error > trial.limit:
@@ -217,6 +249,10 @@ def _compare(stage: Stage, trial: Trial, split: LossSplit) -> Outcome:
         if rules and not match_log_rules(split, name, rules, [trial], _LOGGED):
             return Outcome(f"the logged value {name!r} depends on padding", error=error)
     return Outcome(error=error)
+
+
+def _is_cut(rows: Rows | None) -> bool:
+    return isinstance(rows, TrimmedRows) and any(stop - start < size for size, start, stop in rows.spans)
 
 
 def _error_of(split: LossSplit, trial: Trial) -> float:
@@ -231,8 +267,11 @@ def _name_module(outcome: Outcome, stage: Stage, batch: object, extents: Extents
     if not stage.gradients:
         return outcome  # ranks with sharded parameters must run the same number of forwards
     trimmed = trim_batch(batch, extents, [[row]], 1)
-    whole = _list_outputs(stage, pick_rows(batch, [row]))
-    short = _list_outputs(stage, trimmed.parts[0])
+    try:
+        whole = _list_outputs(stage, pick_rows(batch, [row]))
+        short = _list_outputs(stage, trimmed.parts[0])
+    except Exception:
+        return outcome  # the step may need several rows, or lengths of some multiple: then no module is named
     is_padded_left = trimmed.spans[0][0][0] > 0
     for (name, one), (other_name, other) in zip(whole, short, strict=False):
         if name != other_name or one.ndim != other.ndim:
