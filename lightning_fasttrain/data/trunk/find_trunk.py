@@ -128,7 +128,7 @@ class TrunkTrial:
 
     def _is_near(self, trunk: Trunk, run: Run, calls: "_Calls") -> bool:
         # In the trunk, each micro-batch would change what the unsplit step changes once.
-        if list_other_state(self.trial.whole.left, run.left, self.trial.scratch):
+        if set(list_other_state(self.trial.whole.left, run.left)) - set(self.trial.scratch):
             return False
         run.keep(self.trial.parameters)
         limit = self.trial.limit

@@ -4,7 +4,7 @@ import itertools
 import random
 import sys
 import time
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -142,7 +142,9 @@ def _try_sample(stage: Stage, sample: Sample, precision: str) -> Trial:
 def _try(stage: Stage, sample: Sample, precision: str, moved: Sequence[str] = ()) -> Trial:
     mode = DeterministicStep(precision)
     with _undone(stage, precision, moved) as state:
-        whole = _run_once(stage, mode, sample.whole, None, sample.size)
+        # Not the micro-batches, which write what the unsplit step writes: to watch takes time at each operation.
+        with _watched(stage, state):
+            whole = _run_once(stage, mode, sample.whole, None, sample.size)
         whole.left = _read_state(stage, state)
         # A teacher that still equals its student: nothing that a step does to it would be seen.
         unmoved: Sequence[str] = ()
@@ -164,11 +166,8 @@ def _try(stage: Stage, sample: Sample, precision: str, moved: Sequence[str] = ()
 
 def _try_micro_batches(stage: Stage, mode: DeterministicStep, state: StepState, sample: Sample, whole: Run) -> Trial:
     """Run the micro-batches of a sample, after the unsplit run, whose changes are not undone yet."""
-    left = _StateLeft(stage, state, whole)
-    if whole.left and stage.gradients and stage.in_turn and sample.cuttings:
-        state.restore_generators()
-        left.note_another(_run_once(stage, mode, sample.whole, None, sample.size))
     splits: list[list[Run]] = []
+    left_otherwise: dict[str, None] = {}
     for cutting in sample.cuttings:
         state.restore()
         splits.append([])
@@ -179,8 +178,10 @@ def _try_micro_batches(stage: Stage, mode: DeterministicStep, state: StepState, 
                 state.restore()
             splits[-1].append(_run_once(stage, mode, micro_batch, rows, sample.size))
         if stage.in_turn:
-            left.note_micro_batches()
-    trial = Trial(sample, whole, splits, state=left.state, filled=left.filled, scratch=left.scratch)
+            left_otherwise |= dict.fromkeys(list_other_state(whole.left, _read_state(stage, state)))
+    trial = Trial(sample, whole, splits)
+    if left_otherwise:
+        trial = _judge_state(stage, mode, state, trial, list(left_otherwise))
     if splits:
         # A step may create leaves of its own, such as inputs of a gradient penalty, which differ between runs.
         others = set(itertools.chain.from_iterable(run.entries for run in trial.runs[1:]))
@@ -190,50 +191,30 @@ def _try_micro_batches(stage: Stage, mode: DeterministicStep, state: StepState, 
     return trial
 
 
-class _StateLeft:
-    """Compares what the unsplit run leaves behind with what the micro-batches leave.
+def _judge_state(stage: Stage, mode: DeterministicStep, state: StepState, trial: Trial, names: list[str]) -> Trial:
+    """Return the trial with what is known of the state under these names, which micro-batches leave otherwise.
 
-    Args:
-        stage: where the step runs.
-        state: the state before the runs.
-        whole: the unsplit run.
-
-    Attributes:
-        scratch: names of what every step writes before it reads it.
-        state: names of what the micro-batches leave otherwise.
-        filled: names of lists among it that get an entry for each micro-batch, and do not act on the loss.
+    It is scratch if every step writes it anew: after a second unsplit step it is the same, and what the first one left
+    has no influence on the loss. A list that is filled and has none is reported only.
     """
-
-    def __init__(self, stage: Stage, state: StepState, whole: Run) -> None:
-        self._stage, self._before, self._whole = stage, state, whole
-        # Whether the unsplit step, run again, has the same loss and gradient; and what it then leaves as it was.
-        self._settles, self.scratch = False, set[str]()
-        self.state: tuple[str, ...] = ()
-        self.filled: tuple[str, ...] = ()
-
-    def note_another(self, run: Run) -> None:
-        """Note the state after the unsplit step has run again, without restoring.
-
-        Scratch is what every step writes anew: it is the same then, and the first step's had no influence on the loss.
-        """
-        known, found = self._whole.entries, run.entries
-        self._settles = known.keys() == found.keys() and relative_difference(self._whole.values, run.values) <= _SURE
-        if self._settles:
-            again = _read_state(self._stage, self._before)
-            self.scratch = self._whole.left.keys() - list_other_state(self._whole.left, again)
-
-    def note_micro_batches(self) -> None:
-        """Compare the state after the micro-batches with that after the unsplit step."""
-        for name in list_other_state(self._whole.left, _read_state(self._stage, self._before), self.scratch):
-            if self._settles and isinstance(self._whole.left.get(name), list):
-                self.filled = tuple(dict.fromkeys((*self.filled, name)))
-            else:
-                self.state = tuple(dict.fromkeys((*self.state, name)))
+    if not stage.gradients:  # ranks with sharded parameters must run the same number of forwards
+        return replace(trial, state=names)
+    whole, sample = trial.whole, trial.sample
+    state.restore()
+    for _ in range(2):
+        state.restore_generators()
+        again = _run_once(stage, mode, sample.whole, None, sample.size)
+    if again.entries.keys() != whole.entries.keys() or relative_difference(whole.values, again.values) > _SURE:
+        return replace(trial, state=names)
+    scratch = whole.left.keys() - list_other_state(whole.left, _read_state(stage, state))
+    lasting = [name for name in names if name not in scratch]
+    filled = [name for name in lasting if isinstance(whole.left.get(name), list)]
+    return replace(trial, scratch=scratch, filled=filled, state=[name for name in lasting if name not in filled])
 
 
-def list_other_state(one: Mapping[str, Any], other: Mapping[str, Any], ignored: Container[str] = ()) -> list[str]:
+def list_other_state(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """Return the names of what two runs left differently; rounding does not count."""
-    names = [name for name in dict.fromkeys((*one, *other)) if name not in ignored]
+    names = dict.fromkeys((*one, *other))
     return [name for name in names if not same_values(one.get(name), other.get(name), _SURE)]
 
 
@@ -276,13 +257,18 @@ def _undone(stage: Stage, precision: str, moved: Sequence[str] = ()) -> Iterator
             unmoved = StepState(stage.models)
             undo.callback(unmoved.restore)
             unmoved.move_(moved)
-        # Strategies with sharded parameters move them in a forward.
-        stay = not any(map(is_sharded, stage.models))
-        state = StepState(stage.models, parameters=stay)
+        state = StepState(stage.models, parameters=not _moves_parameters(stage))
         undo.callback(state.restore)
-        if stay:
-            undo.enter_context(state.watch())
         yield state
+
+
+def _moves_parameters(stage: Stage) -> bool:
+    """Whether parameters are replaced in a forward, as by strategies that shard them."""
+    return any(map(is_sharded, stage.models))
+
+
+def _watched(stage: Stage, state: StepState) -> AbstractContextManager[object]:
+    return nullcontext() if _moves_parameters(stage) else state.watch()
 
 
 def _why_not(mode: DeterministicStep, trial: Trial, stage: Stage) -> str:
@@ -306,7 +292,8 @@ def run_again(stage: Stage, trial: Trial, micro_batch: int | None = None) -> Run
     sample = trial.sample
     batch, rows = (sample.whole, None) if micro_batch is None else sample.cuttings[0][micro_batch]
     with _undone(stage, trial.precision, trial.moved) as state:
-        run = _run_once(stage, DeterministicStep(trial.precision), batch, rows, sample.size)
+        with _watched(stage, state):
+            run = _run_once(stage, DeterministicStep(trial.precision), batch, rows, sample.size)
         run.left = _read_state(stage, state)
         return run
 
