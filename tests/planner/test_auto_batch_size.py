@@ -1,5 +1,7 @@
 """AutoBatchSize: what it finds is what fits, on all ranks, and the run is the one without the search, bit for bit."""
 
+import functools
+
 import lightning as L
 import pytest
 import torch
@@ -76,6 +78,7 @@ def test_where_all_fits_nothing_is_changed(beside):
     assert [type(callback) for callback in t.callbacks] == [ft.AutoBatchSize, *map(type, plain.callbacks)]
 
 
+@functools.cache
 def peak_in(parts):
     """What PeakMemory measures in a run of so many parts, which is also what MemoryMeter says."""
     meter = ft.MemoryMeter()
