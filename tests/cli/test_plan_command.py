@@ -10,7 +10,7 @@ def small():
 
 def test_a_plan_is_printed_and_written(tmp_path, capsys):
     out = str(tmp_path / "planned")
-    asked = "--size", "nano", "--batch", "2", "--memory", "9", "--keep", "exact", "--device", "cuda", "--out", out
+    asked = "--size", "mini", "--batch", "1", "--memory", "9", "--keep", "exact", "--device", "cuda", "--out", out
     assert main(["plan", *asked]) == 0
     captured = capsys.readouterr()
     assert "predicted alone" in captured.out
@@ -24,7 +24,7 @@ def test_bad_input_is_one_line(capsys):
     for arguments, words in (
         ((), "give either TARGET or --size"),
         (("--size", "nano", "--memory", "lots"), "memory_gib='lots'"),
-        ((f"{__name__}:small", "--memory", "0.00001", "--device", "cuda"), "too much"),
+        ((f"{__name__}:small", "--memory", "0.00001", "--device", "cuda", "--keep", "exact"), "too much"),
     ):
         assert main(["plan", *arguments]) == 2
         captured = capsys.readouterr()

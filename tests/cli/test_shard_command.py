@@ -1,5 +1,7 @@
+import io
 import json
 import textwrap
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -44,9 +46,20 @@ def module(tmp_path, monkeypatch):
     return name
 
 
+NANO = ("--size", "nano", "--devices", "2", "--memory", "8")
+
+
 def chosen(capsys, *arguments):
     assert main(["shard", *arguments, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
+
+
+@pytest.fixture(scope="module")
+def nano():
+    """What is chosen for the reference GPT on four sequences."""
+    with redirect_stdout(io.StringIO()) as said:
+        assert main(["shard", *NANO, "--batch", "4", "--json"]) == 0
+    return json.loads(said.getvalue())
 
 
 def at_peak(found, name):
@@ -62,12 +75,11 @@ def refusal(capsys, command, *arguments):
     return captured.err
 
 
-def test_a_reference_size_is_what_the_function_finds(capsys):
-    found = chosen(capsys, "--size", "nano", "--batch", "4", "--devices", "4", "--memory", "2")
+def test_a_reference_size_is_what_the_function_finds(nano):
     specimen = gpt("nano", batch=4)
     with torch.device("meta"):
         net = specimen.module()
-    assert found == json.loads(json.dumps(choose_strategy(net, specimen.batch(), 4, memory_gib=2).as_dict()))
+    assert nano == json.loads(json.dumps(choose_strategy(net, specimen.batch(), 2, memory_gib=8).as_dict()))
 
 
 def test_a_class_with_arguments_its_optimizer_and_its_batch(module, capsys):
@@ -97,35 +109,35 @@ def test_another_optimizer(module, capsys):
     assert 2 * numbers < eight < 3 * numbers
 
 
-def test_a_reference_gpt_is_predicted_on_one_sequence_unless_told_otherwise(capsys):
-    size = ["--size", "nano", "--devices", "2", "--memory", "8"]
-    one, four = chosen(capsys, *size), chosen(capsys, *size, "--batch", "4")
-    assert 3 < at_peak(four, "ddp")["activations"] / at_peak(one, "ddp")["activations"] < 5
+def test_a_reference_gpt_is_predicted_on_one_sequence_unless_told_otherwise(nano, capsys):
+    one = chosen(capsys, *NANO)
+    assert 3 < at_peak(nano, "ddp")["activations"] / at_peak(one, "ddp")["activations"] < 5
 
 
-def test_it_prints_a_table(capsys, monkeypatch):
+def test_it_prints_a_table(module, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "170")
-    size = ["--size", "tiny", "--devices", "16", "--nodes", "2", "--memory", "24", "--precision", "bf16-mixed"]
-    assert main(["shard", *size]) == 0
+    asked = ["--devices", "16", "--nodes", "2", "--memory", "24", "--precision", "bf16-mixed"]
+    assert main(["shard", f"{module}:Net", *asked]) == 0
     printed = capsys.readouterr().out
     assert "16 devices in 2 nodes, bf16-mixed" in printed
     assert all(name in printed for name in CANDIDATES)
 
 
 def test_any_number_of_devices_without_the_memory(tmp_path):
-    """A thousand GPUs and 355 million parameters, whose states take 5.3 GiB, in a process that may not have 4 GiB."""
+    """A thousand GPUs and 124 million parameters, whose states take 1.9 GiB, in a process that may have 1 GiB more."""
     code = (
-        "import resource; resource.setrlimit(resource.RLIMIT_DATA, (4 * 2**30, 4 * 2**30))\n"
+        "import resource\n"
+        "held = next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmData'))\n"
+        "resource.setrlimit(resource.RLIMIT_DATA, (int(held) * 2**10 + 2**30,) * 2)\n"
         "from lightning_fasttrain.cli.main import main\n"
-        "raise SystemExit(main(['shard', '--size', 'gpt2-medium', '--devices', '1024', '--memory', '80', '--json']))"
+        "raise SystemExit(main(['shard', '--size', 'gpt2-small', '--devices', '1024', '--memory', '80', '--json']))"
     )
     found = json.loads(run_code(code, folder=tmp_path))
     assert found["devices"] == 1024
     numbers = at_peak(found, "ddp")["parameters"] // 4
-    assert numbers > 350_000_000
-    assert at_peak(found, "zero-2")["optimizer state"] == pytest.approx(
-        12 * numbers / 1024, rel=0.06
-    )  # in blocks of 512 bytes
+    assert numbers > 120_000_000
+    states = at_peak(found, "zero-2")["optimizer state"]
+    assert states == pytest.approx(12 * numbers / 1024, rel=0.1)  # in blocks of 512 bytes
 
 
 @pytest.mark.parametrize(
@@ -145,7 +157,7 @@ def test_any_number_of_devices_without_the_memory(tmp_path):
         (["--size", "nano", "--precision", "fp8"], "precision='fp8'"),
         (["--size", "nano", "--optimizer", "magic"], "optimizer='magic'"),
         (["--size", "nano", "--optimizer", "adafactor"], "Adafactor with ZeRO"),
-        (["--size", "nano", "--memory", "0.01"], "Nothing fits, the nearest is"),
+        (["{module}:Net", "--memory", "0.0000001"], "Nothing fits, the nearest is"),
         (["{module}:Absent"], "has no attribute 'Absent'"),
         (["{module}:Net", "--arg", "width"], "not of the form key=value"),
         (["{module}:Net", "--arg", "kind=LBFGS"], "LBFGS with ZeRO"),

@@ -16,7 +16,7 @@ from lightning_fasttrain.core.messages import format_bytes
 from lightning_fasttrain.core.state.rng import random_state
 from lightning_fasttrain.dry_run import RehearsalError
 from lightning_fasttrain.run import AtomicCheckpointIO
-from tests.support.nets import TinyLM, as_loader, lm_batches, trainer, weights
+from tests.support.nets import ShallowLM, as_loader, lm_batches, trainer, weights
 
 BATCHES = lm_batches(5)
 GIB = 2**30
@@ -27,7 +27,7 @@ def rehearse(tmp_path, callbacks=(), module=None, batches=BATCHES, saves=True, v
     rehearsal = settings.pop("rehearsal", None) or ft.dry_run.Rehearsal(seconds=5)
     writers = [ModelCheckpoint(tmp_path / "checkpoints")] if saves else []
     t = trainer([*callbacks, rehearsal, *writers], default_root_dir=tmp_path, enable_checkpointing=None, **settings)
-    module = module or TinyLM()
+    module = module or ShallowLM()
     loaders = as_loader(batches), None if validation is None else as_loader(validation)
     t.fit(module, *loaders)
     return rehearsal.report, module, t
@@ -44,7 +44,7 @@ def refused(tmp_path, words, *args, **settings):
 
 
 def test_a_step_that_cannot_be_predicted_does_not_fail(tmp_path):
-    class Reads(TinyLM):
+    class Reads(ShallowLM):
         def training_step(self, batch, batch_idx):
             loss = super().training_step(batch, batch_idx)
             torch.bincount(batch["input_ids"].flatten())  # as long as the largest value
@@ -68,7 +68,7 @@ def test_reports_five_lines_and_does_not_change_the_run(tmp_path, caplog):
     runs = []
     for rehearsal in ([], [ft.dry_run.Rehearsal(seconds=5)]):
         torch.manual_seed(11)
-        watch, net = Watch(), TinyLM(dropout=0.2)
+        watch, net = Watch(), ShallowLM(dropout=0.2)
         t = trainer([ft.MicroBatching(2), *rehearsal, watch], default_root_dir=tmp_path, accumulate_grad_batches=2)
         order = torch.Generator().manual_seed(5)
         t.fit(net, DataLoader(BATCHES, batch_size=None, shuffle=True, generator=order), as_loader(BATCHES[:1]))
@@ -97,12 +97,12 @@ def test_runs_first_and_only_once_whatever_its_position(tmp_path):
         rehearse(tmp_path, callbacks[:-1], rehearsal=callbacks[-1] if callbacks[-1] is last else None, saves=False)
     assert last.report.verified
     before = last.report
-    trainer([last]).fit(TinyLM(), as_loader(BATCHES))
+    trainer([last]).fit(ShallowLM(), as_loader(BATCHES))
     assert last.report is before
 
 
 def test_works_with_the_mixin_a_datamodule_and_exact_resume(tmp_path):
-    class Net(ft.FastTrainMixin, TinyLM):
+    class Net(ft.FastTrainMixin, ShallowLM):
         techniques = [ft.ActivationCheckpointing(), ft.ExactResume(), ft.AtomicCheckpoints()]
 
         prepared = []
@@ -284,7 +284,7 @@ def test_rounding_is_allowed_if_steps_are_not_deterministic(tmp_path):
 
 
 def test_an_unsaved_buffer_is_found(tmp_path):
-    class Scaled(TinyLM):
+    class Scaled(ShallowLM):
         def __init__(self):
             super().__init__()
             self.register_buffer("scale", torch.ones(()), persistent=False)
@@ -297,7 +297,7 @@ def test_an_unsaved_buffer_is_found(tmp_path):
 
 
 def test_an_error_in_validation_is_reported(tmp_path):
-    class Broken(TinyLM):
+    class Broken(ShallowLM):
         def validation_step(self, batch, batch_idx):
             raise KeyError("labls")
 
@@ -305,7 +305,7 @@ def test_an_error_in_validation_is_reported(tmp_path):
 
 
 def test_a_non_finite_loss_is_refused(tmp_path):
-    class Overflows(TinyLM):
+    class Overflows(ShallowLM):
         def training_step(self, batch, batch_idx):
             return super().training_step(batch, batch_idx) * (float("inf") if self.trainer.global_step > 0 else 1.0)
 
@@ -320,7 +320,7 @@ def test_a_monitor_that_is_never_logged_is_refused(tmp_path):
 
 
 def test_out_of_memory_in_the_largest_batch_is_reported(tmp_path):
-    class Small(TinyLM):
+    class Small(ShallowLM):
         def training_step(self, batch, batch_idx):
             if len(batch["labels"]) > 6:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
@@ -354,7 +354,7 @@ def test_an_unwritable_checkpoint_folder_is_refused(tmp_path):
 
 def test_a_loader_that_can_be_read_only_once_is_refused(tmp_path):
     with pytest.raises(RehearsalError, match="the loader is a list_iterator: the run could not read"):
-        trainer([ft.dry_run.Rehearsal()]).fit(TinyLM(), iter(BATCHES))
+        trainer([ft.dry_run.Rehearsal()]).fit(ShallowLM(), iter(BATCHES))
 
 
 def test_a_negative_time_is_refused():
@@ -364,7 +364,7 @@ def test_a_negative_time_is_refused():
 
 @pytest.mark.gpu
 def test_gpu_the_run_is_parked_in_host_memory(tmp_path):
-    class Large(TinyLM):
+    class Large(ShallowLM):
         def __init__(self):
             super().__init__()
             self.ballast = torch.nn.Linear(4096, 8192)  # 128 MiB

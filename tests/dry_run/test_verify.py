@@ -17,14 +17,14 @@ from lightning_fasttrain.dry_run.verification.digest import draw_signs, take_dig
 from lightning_fasttrain.dry_run.verification.short_run import quietly
 from lightning_fasttrain.finetune.adapters import add_adapter, base_model
 from lightning_fasttrain.finetune.selection import float32_adapters
-from tests.support.nets import TinyLM, as_loader, lm_batches, weights
+from tests.support.nets import ShallowLM, as_loader, lm_batches, weights
 
 BATCHES = lm_batches(3)
 BATCH = BATCHES[0]
 
 
 def verify(techniques, module=None, batch=BATCH, **settings):
-    return ft.verify(module or TinyLM(), batch, techniques, accelerator="cpu", **settings)
+    return ft.verify(module or ShallowLM(), batch, techniques, accelerator="cpu", **settings)
 
 
 class Classifier(L.LightningModule):
@@ -54,7 +54,7 @@ def tail(verified):
 
 
 def test_exact_techniques_are_the_same_and_leave_no_changes():
-    net, numbers = TinyLM(dropout=0.1), torch.get_rng_state()
+    net, numbers = ShallowLM(dropout=0.1), torch.get_rng_state()
     before = weights(net)
     verified = verify([ft.MicroBatching(3), ft.ActivationCheckpointing(), ft.EagerGradientRelease()], net, steps=2)
     assert verified.ok, str(verified)
@@ -69,7 +69,7 @@ def test_exact_techniques_are_the_same_and_leave_no_changes():
 
 
 def test_dropout_masks_are_the_same_if_a_technique_promises_it():
-    verified = verify([ft.ActivationCheckpointing()], TinyLM(dropout=0.3))
+    verified = verify([ft.ActivationCheckpointing()], ShallowLM(dropout=0.3))
     assert verified.ok
     assert not verified.notes
     assert all(distance.error == 0.0 for distance in verified.rows[0].distances)
@@ -128,7 +128,7 @@ def test_a_change_of_training_is_reported_and_others_are_compared_with_it():
 
 
 def test_quantized_kernels_may_round_differently_in_evaluation():
-    verified = verify([ft.QuantizedBase("int8")], TinyLM(lr=1e-3))
+    verified = verify([ft.QuantizedBase("int8")], ShallowLM(lr=1e-3))
     assert verified.ok, str(verified)
 
 
@@ -148,13 +148,13 @@ def test_a_plain_module_a_factory_and_a_module_with_its_own_techniques():
         assert verified.ok
         assert verified.model == "Linear"
 
-    class Net(ft.FastTrainMixin, TinyLM):
+    class Net(ft.FastTrainMixin, ShallowLM):
         techniques = [ft.MicroBatching(2)]
 
     assert verify(None, Net()).rows[0].techniques == ("MicroBatching(n=2)",)
 
 
-class Masking(TinyLM):
+class Masking(ShallowLM):
     """With a mask of minus infinity, as attention has it, of more entries than a digest keeps."""
 
     def __init__(self):
@@ -255,7 +255,7 @@ def test_dropout_is_found_in_layers_and_in_attributes():
         ([ft.MicroBatching(2)], {"module": lambda: 3}, "expected an nn.Module, got int"),
         (
             [ft.EagerGradientRelease()],
-            {"module": TinyLM().requires_grad_(False)},
+            {"module": ShallowLM().requires_grad_(False)},
             "no parameter requires a gradient",
         ),
         ([ft.MicroBatching(2)], {"batch": as_loader(BATCHES), "steps": 4}, "steps=4: the loader has 3 batches"),
@@ -267,14 +267,14 @@ def test_bad_input_is_refused_at_once(techniques, settings, error):
 
 
 def test_a_module_that_cannot_be_copied_is_refused():
-    net = TinyLM()
+    net = ShallowLM()
     net.lock = (x for x in ())
-    with pytest.raises(TypeError, match=r"TinyLM cannot be copied: .*generator.* Pass a function that builds it"):
+    with pytest.raises(TypeError, match=r"ShallowLM cannot be copied: .*generator.* Pass a function that builds it"):
         verify([ft.MicroBatching(2)], net)
 
 
 def empty(change):
-    net = TinyLM()
+    net = ShallowLM()
     change(net)
     return tail(verify([ft.EagerGradientRelease()], net))
 
@@ -284,7 +284,7 @@ def test_vacuous_comparisons_are_reported():
     assert "The loss is nan" in tail(verify([ft.EagerGradientRelease()], batch=ignored))
     assert "No weight moved in 2 steps" in empty(lambda net: net.settings.update(lr=0.0, weight_decay=0.0))
 
-    class Flat(TinyLM):
+    class Flat(ShallowLM):
         def training_step(self, batch, batch_idx):
             return 0.0 * super().training_step(batch, batch_idx)
 
@@ -292,7 +292,7 @@ def test_vacuous_comparisons_are_reported():
 
 
 def test_random_draws_other_than_dropout_are_reported():
-    class Noisy(TinyLM):
+    class Noisy(ShallowLM):
         def loss(self, batch):
             return super().loss(batch) * torch.rand(len(batch["labels"])).mean()
 
@@ -304,7 +304,7 @@ def test_random_draws_other_than_dropout_are_reported():
 
 
 def test_averaged_weights_are_not_compared_in_validation():
-    verified = verify([ft.optim.WeightEMA(0.5)], TinyLM())
+    verified = verify([ft.optim.WeightEMA(0.5)], ShallowLM())
     assert verified.ok, str(verified)
     assert "validation" not in {distance.what for distance in verified.rows[0].distances}
 
@@ -360,7 +360,7 @@ def test_adapters_missing_in_evaluation_are_found(monkeypatch):
 
 
 def test_stuck_adapters_in_half_precision_are_found(monkeypatch):
-    settings = {"precision": "bf16-true", "module": TinyLM(lr=1e-4), "steps": 2}
+    settings = {"precision": "bf16-true", "module": ShallowLM(lr=1e-4), "steps": 2}
     assert verify([ft.LoRA(rank=2)], **settings).ok
     monkeypatch.setattr(float32_adapters, "keep_in_float32_", lambda module: None)
     assert "did not move: in bfloat16 small updates are rounded away" in tail(verify([ft.LoRA(rank=2)], **settings))
@@ -376,13 +376,13 @@ def test_an_additional_optimizer_step_is_found():
                     for p, before in zip(pl_module.parameters(), kept, strict=True):
                         p.copy_(before)
 
-    net = TinyLM(weight_decay=0.1)
+    net = ShallowLM(weight_decay=0.1)
     verified = verify([Phantom()], net, batch=as_loader(BATCHES), steps=2)
     assert {"updates"} <= {d.what for d in verified.rows[0].distances if not d.is_within}
 
 
 def test_parameters_without_an_optimizer_are_found():
-    class Early(TinyLM):
+    class Early(ShallowLM):
         def __init__(self):
             super().__init__()
             self.held = list(self.parameters())
@@ -416,7 +416,7 @@ def test_a_technique_that_does_nothing_is_found(technique):
 
 def test_a_changed_base_model_below_adapters_is_found(monkeypatch):
     monkeypatch.setattr(base_model, "changes_base", lambda config: False)
-    net = TinyLM()
+    net = ShallowLM()
     verified = verify([ft.LoRA(rank=2, variant="pissa")], net)
     assert "With adapters disabled the model differs from the plain one" in tail(verified)
 
@@ -472,7 +472,7 @@ def test_different_dropout_masks_despite_a_promise_are_found():
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
             pl_module.blocks[0].register_forward_pre_hook(lambda *_: torch.rand(1) and None)
 
-    verified = verify([Draws()], TinyLM(dropout=0.2))
+    verified = verify([Draws()], ShallowLM(dropout=0.2))
     assert not verified.rows[0].ok
 
 
@@ -505,14 +505,14 @@ def test_gpu_verifies_each_precision():
     batch = lm_batches(1)[0]
     for precision in ("32-true", "bf16-mixed"):
         verified = ft.verify(
-            TinyLM(), batch, [ft.MicroBatching(3), ft.DevicePrefetch()], precision=precision, accelerator="gpu"
+            ShallowLM(), batch, [ft.MicroBatching(3), ft.DevicePrefetch()], precision=precision, accelerator="gpu"
         )
         assert verified.ok, str(verified)
 
 
 @pytest.mark.gpu
 def test_gpu_prefetched_batches_are_correct():
-    assert ft.verify(TinyLM(), as_loader(lm_batches(4)), [ft.DevicePrefetch()], steps=3, accelerator="gpu").ok
+    assert ft.verify(ShallowLM(), as_loader(lm_batches(4)), [ft.DevicePrefetch()], steps=3, accelerator="gpu").ok
 
 
 def test_notes_silenced_during_verification_are_logged_later(caplog):

@@ -10,8 +10,7 @@ from tests.predict.test_predict_memory import SMALL, measured
 from tests.support.nets import as_loader, trainer
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("name", ["gpt", "llama", "encoder"])
+@pytest.mark.parametrize(("name", "checkpointing"), [("gpt", False), ("llama", True), ("encoder", True)])
 def test_the_peak_with_an_adapter_is_predicted_within_five_per_cent(name, checkpointing):
     specimen = SMALL[name]
     techniques = [ft.LoRA(rank=8), *([ft.ActivationCheckpointing()] if checkpointing else [])]

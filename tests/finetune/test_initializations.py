@@ -10,7 +10,7 @@ import torch
 import lightning_fasttrain as ft
 from lightning_fasttrain.finetune import add_adapter_, load_adapter_, quantize_base_, save_adapter
 from tests.finetune.test_side_by_side import MODELS, TEXT, build, step
-from tests.support.nets import TinyLM
+from tests.support.nets import ShallowLM
 
 corda = importlib.import_module("peft.tuners.lora.corda")
 pytestmark = [
@@ -62,7 +62,7 @@ def test_eva_adapter_is_idempotent_and_saves(tmp_path):
 
 
 def test_eva_works_in_a_custom_network():
-    model = TinyLM()
+    model = ShallowLM()
     ids = [torch.randint(17, (4, 8), generator=torch.Generator().manual_seed(i)) for i in range(4)]
     add_adapter_(model, eva(), "up", batches=ids)
     a = model.blocks[0].up.lora_A["default"].weight

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from lightning_fasttrain.finetune import load_quantized, quantize_base_
 from lightning_fasttrain.finetune.quantized.quantized_layer import KINDS
 from lightning_fasttrain.finetune.quantized.tensor_files import INDEX, find_tensors
-from tests.support.nets import TinyLM, lm_batches
+from tests.support.nets import ShallowLM, lm_batches
 from tests.support.ranks import run_code
 
 each_kind = pytest.mark.parametrize("kind", KINDS)
@@ -142,7 +142,7 @@ def test_shared_parameter_stays_shared():
 
 def test_loaded_model_trains(tmp_path):
     torch.manual_seed(0)
-    module = load_quantized(TinyLM, saved(TinyLM(), tmp_path / "lm.safetensors"))
+    module = load_quantized(ShallowLM, saved(ShallowLM(), tmp_path / "lm.safetensors"))
     optimizer = module.configure_optimizers()
     for batch in lm_batches(3):
         optimizer.zero_grad()

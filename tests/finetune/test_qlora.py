@@ -16,7 +16,7 @@ from tests.finetune.test_merge_quantized import WideLM
 from tests.finetune.test_targets import llama
 from tests.support.nets import (
     Gradients,
-    TinyLM,
+    ShallowLM,
     as_loader,
     fit,
     gradients,
@@ -56,17 +56,17 @@ def test_qlora_is_bitwise_quantised_base_plus_lora(kind, train):
 @pytest.mark.parametrize("kind", KINDS)
 def test_qlora_trains(kind):
     batches = lm_batches(1) * 40
-    module = fit(TinyLM(lr=0.05), batches, [QLoRA(rank=4, kind=kind)])
+    module = fit(ShallowLM(lr=0.05), batches, [QLoRA(rank=4, kind=kind)])
     assert float(module.losses[-1]) < 0.7 * float(module.losses[0])
 
 
 @pytest.mark.parametrize("double_quant", [True, False])
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 def test_gradients_equal_those_with_dequantised_weights(kind, double_quant):
-    model = TinyLM()
+    model = ShallowLM()
     ft.apply(model, [QLoRA(rank=2, alpha=6, kind=kind, double_quant=double_quant)])
     awake(model).loss(BATCHES[0]).backward()
-    dense, scale = TinyLM(), 6 / 2
+    dense, scale = ShallowLM(), 6 / 2
     expected = {}
     for i, block in enumerate(model.blocks):
         for end in ("up", "down"):
@@ -83,7 +83,7 @@ def test_gradients_equal_those_with_dequantised_weights(kind, double_quant):
 
 def gradients_with(*techniques, adapter=None, **settings):
     seen = Gradients()
-    fit(TinyLM(dropout=0.1), BATCHES, [adapter or QLoRA(rank=2), *techniques, seen], **settings)
+    fit(ShallowLM(dropout=0.1), BATCHES, [adapter or QLoRA(rank=2), *techniques, seen], **settings)
     return seen.seen
 
 
@@ -105,14 +105,14 @@ each_adapter = pytest.mark.parametrize("adapter", ADAPTERS.values(), ids=ADAPTER
 )
 def test_other_techniques_do_not_change_training(adapter, other):
     torch._dynamo.reset()
-    expected = weights(fit(TinyLM(), BATCHES, [adapter()]))
-    found = weights(fit(TinyLM(), BATCHES, [adapter(), other()]))
+    expected = weights(fit(ShallowLM(), BATCHES, [adapter()]))
+    found = weights(fit(ShallowLM(), BATCHES, [adapter(), other()]))
     assert largest_difference(expected, found) < 1e-5
 
 
 @each_adapter
 def test_autocast_is_close_to_float32(adapter):
-    wide, narrow = (fit(TinyLM(), BATCHES, [adapter()], precision=p) for p in ("32-true", "bf16-mixed"))
+    wide, narrow = (fit(ShallowLM(), BATCHES, [adapter()], precision=p) for p in ("32-true", "bf16-mixed"))
     for a, b in zip(wide.losses, narrow.losses, strict=True):
         assert float(a) == pytest.approx(float(b), rel=2e-2)
     assert {p.dtype for p in trained(narrow).values()} == {torch.float32}
@@ -122,9 +122,9 @@ def test_autocast_is_close_to_float32(adapter):
 PROGRAM = """
 import sys, torch, lightning_fasttrain as ft
 from lightning_fasttrain.finetune import QLoRA
-from tests.support.nets import TinyLM, as_loader, lm_batches, trainer
+from tests.support.nets import ShallowLM, as_loader, lm_batches, trainer
 torch.manual_seed(99)
-module, t = TinyLM(), trainer([QLoRA(rank=2, kind=sys.argv[1], dropout=0.1)], max_epochs=2)
+module, t = ShallowLM(), trainer([QLoRA(rank=2, kind=sys.argv[1], dropout=0.1)], max_epochs=2)
 t.fit(module, as_loader(lm_batches(4)), ckpt_path=sys.argv[2], weights_only=True)
 torch.save(module.state_dict(), sys.argv[3])
 """
@@ -137,7 +137,7 @@ def test_checkpoint_resumes_bitwise_in_another_process(kind, tmp_path):
             if trainer.current_epoch == 0:
                 trainer.save_checkpoint(tmp_path / "half.ckpt")
 
-    whole = fit(TinyLM(), BATCHES, [QLoRA(rank=2, kind=kind, dropout=0.1), Save()], max_epochs=2)
+    whole = fit(ShallowLM(), BATCHES, [QLoRA(rank=2, kind=kind, dropout=0.1), Save()], max_epochs=2)
     held = torch.load(tmp_path / "half.ckpt", weights_only=True)["state_dict"]
     assert all("lora_" in name for name in held)
     run_code(PROGRAM, kind, tmp_path / "half.ckpt", tmp_path / "end.pt", folder=tmp_path)
@@ -173,7 +173,7 @@ def test_adapters_are_in_float32_for_every_compute_dtype():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_ia3_trains_on_quantised_weights(kind):
-    model = TinyLM()
+    model = ShallowLM()
     quantize_base_(model, kind)
     base = model.eval()(BATCHES[0]["input_ids"])
     ft.apply(model, [ft.finetune.IA3("up")])
@@ -187,7 +187,7 @@ def test_ia3_trains_on_quantised_weights(kind):
 
 
 def test_dora_on_int8_runs_more_than_once():
-    model = TinyLM()
+    model = ShallowLM()
     ft.apply(model, [QLoRA(rank=2, kind="int8", variant="dora")])
     outputs = [model(BATCHES[0]["input_ids"]) for _ in range(3)]
     assert all(torch.equal(one, outputs[0]) for one in outputs)
@@ -198,7 +198,7 @@ def test_dora_on_int8_runs_more_than_once():
 def test_unsupported_adapters_on_quantised_layers_are_refused(kind):
     with pytest.raises(ValueError, match=r"QLoRA\(variant='pissa'\): this initialization decomposes"):
         QLoRA(variant="pissa")
-    model = TinyLM()
+    model = ShallowLM()
     quantize_base_(model, kind)
     before, required = weights(model), list(trained(model))
     for config, message in [
@@ -212,7 +212,7 @@ def test_unsupported_adapters_on_quantised_layers_are_refused(kind):
 
 
 def test_copies_train_independently():
-    model = TinyLM()
+    model = ShallowLM()
     ft.apply(model, [QLoRA(rank=2)])
     other = copy.deepcopy(model)
     before = weights(model)
@@ -223,4 +223,4 @@ def test_copies_train_independently():
 
 def test_dora_in_4_bits_on_the_cpu_is_refused():
     with pytest.raises(TypeError, match=r"DoRA on 'blocks.0.up'.*multiple of 64"):
-        ft.apply(TinyLM(), [QLoRA(rank=2, variant="dora")])
+        ft.apply(ShallowLM(), [QLoRA(rank=2, variant="dora")])

@@ -11,7 +11,7 @@ from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from lightning_fasttrain.finetune import QuantizedBase, dequantized_weight, keep_quantized_, quantize_base_
 from lightning_fasttrain.finetune.quantized.quantized_layer import KINDS, quantization_of
-from tests.support.nets import TinyLM, as_loader, largest_difference, lm_batches, trainer, weights
+from tests.support.nets import ShallowLM, as_loader, largest_difference, lm_batches, trainer, weights
 from tests.support.ranks import run_code
 
 HOW = [("nf4", True), ("nf4", False), ("fp4", True), ("int8", True)]
@@ -216,7 +216,7 @@ def test_resumed_equals_uninterrupted_bit_for_bit(kind, double_quant, precision,
 
     def run(callbacks, seed=11, **settings):
         torch.manual_seed(seed)
-        module = TinyLM()
+        module = ShallowLM()
         if seed != 11:
             with torch.no_grad():
                 module.blocks[0].up.weight.normal_()
@@ -232,7 +232,7 @@ def test_resumed_equals_uninterrupted_bit_for_bit(kind, double_quant, precision,
 
 
 def test_plain_checkpoint_can_start_a_quantised_run(tmp_path):
-    module, plain = TinyLM(), TinyLM()
+    module, plain = ShallowLM(), ShallowLM()
     with torch.no_grad():
         plain.blocks[0].up.weight.normal_()
     t = trainer([])

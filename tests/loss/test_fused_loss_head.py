@@ -14,7 +14,7 @@ import lightning_fasttrain as ft
 from lightning_fasttrain.loss import FusedLossHead, fuse_loss_head_
 from lightning_fasttrain.loss.deferred_logits import DeferredLogits
 from lightning_fasttrain.run import PeakMemory
-from tests.support.nets import TinyLM, as_loader, gradients, largest_difference, lm_batches, sgd, trainer, weights
+from tests.support.nets import ShallowLM, as_loader, gradients, largest_difference, lm_batches, sgd, trainer, weights
 
 VOCAB, LENGTH = 97, 11
 SMALL = {
@@ -271,11 +271,11 @@ def test_fusing_is_idempotent_and_can_be_undone():
     ("head", "message"),
     [
         (None, "no submodule has get_output_embeddings.*widest linear layers are 'blocks.0.up'"),
-        ("lm_head", "head='lm_head' in TinyLM: no such layer"),
+        ("lm_head", "head='lm_head' in ShallowLM: no such layer"),
     ],
 )
 def test_a_missing_head_is_refused(head, message):
-    net = TinyLM()
+    net = ShallowLM()
     net.head = nn.Identity()
     with pytest.raises(ValueError, match=message):
         fuse_loss_head_(net, head)
@@ -355,7 +355,7 @@ def test_a_peft_model_can_be_fused():
 
 
 def test_a_completely_compiled_model_computes_its_logits_with_a_log_line():
-    class Whole(TinyLM):
+    class Whole(ShallowLM):
         def build(self):
             super().build()
             self.compiled = torch.compile(super().forward, backend="eager")
@@ -367,5 +367,5 @@ def test_a_completely_compiled_model_computes_its_logits_with_a_log_line():
     batches, fit = lm_batches(2), trainer([FusedLossHead("head")])
     with pytest.warns(ft.FastTrainWarning, match="FusedLossHead did nothing in the first batch.*Compile the blocks"):
         fit.fit(module := Whole(), as_loader(batches))
-    trainer().fit(plain := TinyLM(), as_loader(batches))
+    trainer().fit(plain := ShallowLM(), as_loader(batches))
     assert largest_difference(weights(plain), weights(module)) <= 1e-6

@@ -19,7 +19,7 @@ from lightning_fasttrain import ActivationOffload, offload_activations
 from lightning_fasttrain.core.messages import say_once
 from lightning_fasttrain.core.modules.wrapped_forward import replaced_forward
 from lightning_fasttrain.run import PeakMemory
-from tests.support.nets import TinyLM, as_loader, fit, gradients, lm_batches, same, trainer, weights
+from tests.support.nets import ShallowLM, as_loader, fit, gradients, lm_batches, same, trainer, weights
 from tests.support.ranks import Ranks
 
 
@@ -284,7 +284,7 @@ def test_files_are_private_and_removed_after_use(tmp_path):
 
 
 def test_no_files_are_left_if_the_backward_never_runs(tmp_path):
-    class Fails(TinyLM):
+    class Fails(ShallowLM):
         def training_step(self, batch, batch_idx):
             loss = super().training_step(batch, batch_idx)
             assert files(tmp_path)
@@ -307,13 +307,13 @@ def test_files_of_a_forward_without_backward_are_removed_with_its_graph(tmp_path
 
 
 def test_validation_writes_no_files_and_training_leaves_none(tmp_path):
-    class Watch(TinyLM):
+    class Watch(ShallowLM):
         def validation_step(self, batch, batch_idx):
             super().validation_step(batch, batch_idx)
             assert files(tmp_path) == []
 
     batches = lm_batches(3)
-    plain, ours = fit(TinyLM(dropout=0.3), batches), Watch(dropout=0.3)
+    plain, ours = fit(ShallowLM(dropout=0.3), batches), Watch(dropout=0.3)
     torch.manual_seed(11)
     trainer([ActivationOffload(0, folder=tmp_path)]).fit(ours, as_loader(batches), as_loader(batches))
     assert same(weights(plain), weights(ours))

@@ -82,16 +82,24 @@ X = torch.randn(32, 16, generator=torch.Generator().manual_seed(0))
 BACKEND = "aot_eager_decomp_partition"  # partitioned as for inductor, with its decompositions, and run eagerly
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("rate", "dtype"), [(0.0, torch.float32), (0.2, torch.float32), (0.0, torch.float64), (0.2, torch.bfloat16)]
+)
 def test_correct_compiled_code_is_trusted(rate, dtype):
     verdict = verdict_of(Net(rate=rate).to(dtype), X.to(dtype), backend=BACKEND)
     assert (verdict.failure, verdict.unchecked) == ("", "")
     assert verdict.apart < {torch.float32: 1e-5, torch.float64: 1e-13, torch.bfloat16: 2e-2}[dtype]
 
 
-@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("error", [{"forward": 1.2}, {"backward": 1.2}, {"backward": float("nan")}])
+@pytest.mark.parametrize(
+    ("error", "precision"),
+    [
+        ({"forward": 1.2}, torch.bfloat16),
+        ({"backward": 1.2}, torch.float32),
+        ({"backward": 1.2}, torch.bfloat16),
+        ({"backward": float("nan")}, torch.float32),
+    ],
+)
 def test_a_wrongly_compiled_block_runs_eagerly_and_is_named(error, precision):
     net = Net()
     plain = copy.deepcopy(net)

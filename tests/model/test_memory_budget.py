@@ -68,7 +68,10 @@ def ends(request):
     return specimen, expected, kept, recomputed
 
 
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.8, 1.2])
+LIMITS = [*((name, 0.5) for name in SMALL), ("gpt", 0.1), ("uneven", 0.1), ("llama", 0.8), ("encoder", 1.2)]
+
+
+@pytest.mark.parametrize(("ends", "share"), LIMITS, indirect=["ends"])
 def test_the_peak_stays_within_the_limit_and_near_its_prediction(ends, share):
     specimen, expected, kept, recomputed = ends
     assert recomputed < kept
@@ -400,8 +403,8 @@ def test_a_run_too_short_for_a_plan_is_logged(caplog):
 
 def test_a_larger_batch_is_measured_and_stays_within_the_limit():
     specimen = reference_models.uneven(layers=4, width=64, batch=16, length=64)
-    expected, kept = train(specimen)
-    _, recomputed = train(specimen, EveryBlock())
+    _, kept = train(specimen, sizes=(None,) * 2)
+    _, recomputed = train(specimen, EveryBlock(), sizes=(None,) * 2)
     limit = (kept + recomputed) // 2
     early, policy = MemoryBudget(limit / GIB), MemoryBudget(limit / GIB)
     train(specimen, early, sizes=[4] * 6)

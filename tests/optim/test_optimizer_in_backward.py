@@ -18,7 +18,7 @@ from lightning_fasttrain import OptimizerInBackward, optimize_in_backward_
 from lightning_fasttrain.technique import Exactness
 from tests.support.nets import (
     Gradients,
-    TinyLM,
+    ShallowLM,
     as_loader,
     fit,
     gradients,
@@ -33,7 +33,7 @@ BATCHES = lm_batches(5)
 
 def loop(optimizer_of, in_backward, net=None, steps=5, **clips):
     """Take ``steps`` steps by hand with a scheduler; return the net and its optimizer."""
-    net = net or TinyLM()
+    net = net or ShallowLM()
     optimizer = optimizer_of(net)
     scheduler = LambdaLR(optimizer, lambda step: 0.7**step)
     undo = optimize_in_backward_(optimizer, **clips) if in_backward else None
@@ -83,7 +83,7 @@ def test_weights_and_states_are_the_plain_optimizers_bit_for_bit(name):
     assert largest_difference(weights(plain), weights(ours)) == 0
     assert largest_difference(states(plain_optimizer), states(optimizer)) == 0
     assert optimizer.param_groups[0]["lr"] == pytest.approx(plain_optimizer.param_groups[0]["lr"])
-    assert largest_difference(weights(TinyLM()), weights(ours)) > 1e-3  # it trains
+    assert largest_difference(weights(ShallowLM()), weights(ours)) > 1e-3  # it trains
 
 
 @pytest.mark.gpu
@@ -91,7 +91,7 @@ def test_weights_and_states_are_the_plain_optimizers_bit_for_bit(name):
 def test_weights_are_the_plain_optimizers_on_a_gpu(settings):
     ends = []
     for in_backward in (False, True):
-        net = TinyLM().cuda()
+        net = ShallowLM().cuda()
         optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, **settings)
         if in_backward:
             optimize_in_backward_(optimizer)
@@ -162,7 +162,7 @@ def test_state_dicts_are_interchangeable():
 
     for first, second in [(False, True), (True, False)]:
         net, optimizer = loop(make, first, steps=3)
-        fresh = TinyLM()
+        fresh = ShallowLM()
         fresh.load_state_dict(net.state_dict())
         loaded = make(fresh)
         undo = optimize_in_backward_(loaded) if second else None
@@ -295,7 +295,7 @@ def test_reentrant_checkpoints_that_share_a_parameter_are_refused_and_others_are
         return torch.optim.SGD(net.parameters(), lr=0.1)
 
     plain, _ = loop(make, in_backward=False)
-    with ft.apply(net := TinyLM(), [ft.ActivationCheckpointing()]):
+    with ft.apply(net := ShallowLM(), [ft.ActivationCheckpointing()]):
         loop(make, True, net)
     assert largest_difference(weights(plain), weights(net)) == 0
     layer = nn.Linear(2, 2)
@@ -397,7 +397,7 @@ def test_an_optimizer_wrapped_by_fabric_is_supported():
     optimizer.step()
 
 
-class Scheduled(TinyLM):
+class Scheduled(ShallowLM):
     """Every way to return schedulers matters: here a dict with a scheduler that steps each step or each epoch."""
 
     interval = "step"
@@ -412,7 +412,7 @@ class ByEpoch(Scheduled):
     interval = "epoch"
 
 
-@pytest.mark.parametrize("net", [TinyLM, Scheduled, ByEpoch])
+@pytest.mark.parametrize("net", [ShallowLM, Scheduled, ByEpoch])
 @pytest.mark.parametrize("settings", [{}, {"precision": "bf16-mixed"}])
 def test_the_trainer_trains_identically(net, settings):
     runs = {}
@@ -429,14 +429,14 @@ def test_the_trainer_trains_identically(net, settings):
 
 @pytest.mark.filterwarnings("ignore:.*gradients have been used and freed")
 def test_the_trainer_sees_no_gradients_and_all_is_undone():
-    seen, module = Gradients(), TinyLM()
+    seen, module = Gradients(), ShallowLM()
     t = trainer([OptimizerInBackward(), seen])
     t.fit(module, as_loader(BATCHES))
     assert seen.seen == [{}] * 5
     module.loss(BATCHES[0]).backward()
     assert set(gradients(module)) == {name for name, _ in module.named_parameters()}
 
-    class Broken(TinyLM):
+    class Broken(ShallowLM):
         def backward(self, loss):
             super().backward(loss)
             raise RuntimeError("as planned")
@@ -450,21 +450,21 @@ def test_the_trainer_sees_no_gradients_and_all_is_undone():
 
 def test_the_trainers_clipping_by_value_is_kept():
     settings = {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}
-    plain = fit(TinyLM(), BATCHES, **settings)
-    ours = fit(TinyLM(), BATCHES, [OptimizerInBackward()], **settings)
+    plain = fit(ShallowLM(), BATCHES, **settings)
+    ours = fit(ShallowLM(), BATCHES, [OptimizerInBackward()], **settings)
     assert largest_difference(weights(plain), weights(ours)) == 0
-    assert largest_difference(weights(fit(TinyLM(), BATCHES)), weights(ours)) > 1e-4
+    assert largest_difference(weights(fit(ShallowLM(), BATCHES)), weights(ours)) > 1e-4
     fused = {**settings, "precision": "bf16-mixed"}
-    reference = fit(TinyLM(), BATCHES, **fused)
-    ours = fit(TinyLM(fused=True), BATCHES, [OptimizerInBackward(), ft.FusedClipping()], **fused)
+    reference = fit(ShallowLM(), BATCHES, **fused)
+    ours = fit(ShallowLM(fused=True), BATCHES, [OptimizerInBackward(), ft.FusedClipping()], **fused)
     assert largest_difference(weights(reference), weights(ours)) <= 1e-5
 
 
 def test_clip_norm_is_reported_as_changing_training():
     assert OptimizerInBackward().exactness is Exactness.EXACT
     assert OptimizerInBackward(clip_norm=1.0).exactness is Exactness.CHANGES_TRAINING
-    ours = fit(TinyLM(), BATCHES, [OptimizerInBackward(clip_norm=1e-3)])
-    assert largest_difference(weights(fit(TinyLM(), BATCHES)), weights(ours)) > 1e-4
+    ours = fit(ShallowLM(), BATCHES, [OptimizerInBackward(clip_norm=1e-3)])
+    assert largest_difference(weights(fit(ShallowLM(), BATCHES)), weights(ours)) > 1e-4
 
 
 def test_a_backbone_may_be_unfrozen_during_the_run():
@@ -489,7 +489,7 @@ def test_a_backbone_may_be_unfrozen_during_the_run():
     assert largest_difference(weights(Net()), ends[0]) > 1e-3
 
 
-class Manual(TinyLM):
+class Manual(ShallowLM):
     def __init__(self):
         super().__init__()
         self.automatic_optimization = False
@@ -521,7 +521,7 @@ def test_manual_optimization_works_through_the_function():
     assert gradients(ours)
 
 
-class ClipsItself(TinyLM):
+class ClipsItself(ShallowLM):
     def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
         self.clip_gradients(optimizer, 1.0, "value")
 
@@ -531,11 +531,11 @@ class ClipsItself(TinyLM):
     [
         (Manual, {}, "automatic_optimization=False: .* Call optimize_in_backward_"),
         (ClipsItself, {}, "configure_gradient_clipping of ClipsItself: .*freed"),
-        (TinyLM, {"accumulate_grad_batches": 2}, "accumulate_grad_batches=2: .*cannot be accumulated"),
-        (TinyLM, {"gradient_clip_val": 0.5}, r"gradient_clip_val=0.5 by norm: .*clip_norm=0.5\)"),
-        (TinyLM, {"strategy": "ddp", "devices": 1}, "DDPStrategy: it owns the gradients"),
+        (ShallowLM, {"accumulate_grad_batches": 2}, "accumulate_grad_batches=2: .*cannot be accumulated"),
+        (ShallowLM, {"gradient_clip_val": 0.5}, r"gradient_clip_val=0.5 by norm: .*clip_norm=0.5\)"),
+        (ShallowLM, {"strategy": "ddp", "devices": 1}, "DDPStrategy: it owns the gradients"),
         (
-            TinyLM,
+            ShallowLM,
             {"plugins": [MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))]},
             "precision='16-mixed': its loss scaler .*bf16-mixed",
         ),
@@ -549,12 +549,12 @@ def test_settings_that_need_all_gradients_are_refused_at_setup(net, settings, me
 def test_accumulation_by_a_callback_is_refused_before_the_first_epoch():
     scheduler = GradientAccumulationScheduler({0: 1, 5: 2})
     with pytest.raises(ValueError, match="GradientAccumulationScheduler.*cannot be summed over batches"):
-        fit(TinyLM(), BATCHES, [scheduler, OptimizerInBackward()])
+        fit(ShallowLM(), BATCHES, [scheduler, OptimizerInBackward()])
 
 
 def test_a_callback_that_never_accumulates_changes_nothing():
-    plain = fit(TinyLM(), BATCHES)
-    used = fit(TinyLM(), BATCHES, [GradientAccumulationScheduler({0: 1}), OptimizerInBackward()])
+    plain = fit(ShallowLM(), BATCHES)
+    used = fit(ShallowLM(), BATCHES, [GradientAccumulationScheduler({0: 1}), OptimizerInBackward()])
     assert largest_difference(weights(plain), weights(used)) == 0
 
 
@@ -563,7 +563,7 @@ def test_a_clip_norm_of_zero_is_refused():
         OptimizerInBackward(clip_norm=-1)
 
 
-class HalvesGradients(TinyLM):
+class HalvesGradients(ShallowLM):
     def on_before_optimizer_step(self, optimizer):
         for parameter in self.parameters():
             if parameter.grad is not None:
@@ -579,7 +579,7 @@ class Watches(L.Callback):
     ("net", "callbacks", "named"),
     [
         (HalvesGradients, [], "on_before_optimizer_step of HalvesGradients"),
-        (TinyLM, [Watches()], "on_after_backward of Watches"),
+        (ShallowLM, [Watches()], "on_after_backward of Watches"),
     ],
 )
 def test_code_that_comes_too_late_for_the_gradients_is_warned_of(net, callbacks, named):

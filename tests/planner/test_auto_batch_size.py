@@ -1,5 +1,7 @@
 """AutoBatchSize: what it finds is what fits, on all ranks, and the run is the one without the search, bit for bit."""
 
+import functools
+
 import lightning as L
 import pytest
 import torch
@@ -9,7 +11,7 @@ from torch.utils.data import DataLoader
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.planner.auto_batch_size import possible_parts, predict_parts
-from tests.support.nets import TinyLM, as_loader, heard, largest_difference, lm_batches, trainer, weights
+from tests.support.nets import ShallowLM, as_loader, heard, largest_difference, lm_batches, trainer, weights
 from tests.support.ranks import run_ranks
 
 GIB = 2**30
@@ -26,7 +28,7 @@ def train(module, callbacks, **settings):
     return {**weights(module), "random": torch.rand(1)}, t
 
 
-class Staged(TinyLM):
+class Staged(ShallowLM):
     """Runs out of memory with more than ``rows`` samples, in one place of a step."""
 
     def __init__(self, rows=100, place="forward", **settings):
@@ -69,17 +71,18 @@ def test_the_fewest_parts_within_a_limit_are_found_with_few_questions(size):
 def test_where_all_fits_nothing_is_changed(beside):
     """The loader draws its order: with ExactResume by a state of its own."""
     auto = ft.AutoBatchSize(memory_gib=1)
-    expected, plain = train(TinyLM(dropout=0.2), [make() for make in beside])
-    found, t = train(TinyLM(dropout=0.2), [auto, *(make() for make in beside)])
+    expected, plain = train(ShallowLM(dropout=0.2), [make() for make in beside])
+    found, t = train(ShallowLM(dropout=0.2), [auto, *(make() for make in beside)])
     assert auto.parts == 1
     assert largest_difference(expected, found) == 0
     assert [type(callback) for callback in t.callbacks] == [ft.AutoBatchSize, *map(type, plain.callbacks)]
 
 
+@functools.cache
 def peak_in(parts):
     """What PeakMemory measures in a run of so many parts, which is also what MemoryMeter says."""
     meter = ft.MemoryMeter()
-    train(TinyLM(dropout=0.2), [ft.MicroBatching(parts), meter])
+    train(ShallowLM(dropout=0.2), [ft.MicroBatching(parts), meter])
     return meter.peak_bytes
 
 
@@ -87,8 +90,8 @@ def test_the_fewest_parts_within_the_limit_are_used_and_the_run_is_that_of_the_n
     peaks = {parts: peak_in(parts) for parts in (2, 3, 4)}
     auto = ft.AutoBatchSize(memory_gib=(peaks[2] + peaks[3]) / 2 / GIB)
     with heard() as said:
-        found, _ = train(TinyLM(dropout=0.2), [auto])
-    expected, _ = train(TinyLM(dropout=0.2), [ft.MicroBatching(3)])
+        found, _ = train(ShallowLM(dropout=0.2), [auto])
+    expected, _ = train(ShallowLM(dropout=0.2), [ft.MicroBatching(3)])
     assert auto.parts == 3
     assert auto.measured_bytes == pytest.approx(peaks[3], rel=0.1)  # with the random states, to try again
     assert auto.predicted_bytes == pytest.approx(peaks[3], rel=0.1)
@@ -100,7 +103,7 @@ def test_what_grows_is_tried_as_it_will_be():
     peaks = {parts: peak_in(parts) for parts in (2, 3)}
     growing = [ft.data.SequenceLengthWarmup(2, 40, over=4), ft.data.BatchSizeWarmup(2, over=3)]
     auto = ft.AutoBatchSize(memory_gib=(peaks[2] + peaks[3]) / 2 / GIB)
-    train(TinyLM(dropout=0.2), [auto, *growing])
+    train(ShallowLM(dropout=0.2), [auto, *growing])
     assert auto.parts == 3
     assert auto.measured_bytes > peaks[3] * 0.95
 
@@ -118,10 +121,10 @@ class Hoards(L.Callback):
 def test_steps_that_are_tried_have_the_runs_own_callbacks():
     auto = ft.AutoBatchSize(memory_gib=(peak_in(1) + 1_000_000) / GIB)
     with heard() as said, pytest.raises(ValueError, match="one sample at a time takes"):
-        train(TinyLM(dropout=0.2), [auto, Hoards()])
+        train(ShallowLM(dropout=0.2), [auto, Hoards()])
     assert said[0] == "AutoBatchSize: batches in 1 part do not fit"
     plain = ft.AutoBatchSize(memory_gib=auto.memory_gib)
-    train(TinyLM(dropout=0.2), [plain])
+    train(ShallowLM(dropout=0.2), [plain])
     assert plain.parts == 1
 
 
@@ -130,7 +133,7 @@ def test_what_does_not_fit_though_it_should_is_tried_in_more_parts(place):
     auto = ft.AutoBatchSize(memory_gib=1)
     found, _ = train(Staged(4, place), [auto, ft.ActivationCheckpointing()], accumulate_grad_batches=2)
     expected, _ = train(
-        TinyLM(dropout=0.2), [ft.MicroBatching(3), ft.ActivationCheckpointing()], accumulate_grad_batches=2
+        ShallowLM(dropout=0.2), [ft.MicroBatching(3), ft.ActivationCheckpointing()], accumulate_grad_batches=2
     )
     assert auto.parts == 3
     assert largest_difference(expected, found) == 0
@@ -185,7 +188,7 @@ def test_a_rehearsal_beside_it_runs_in_the_parts_that_were_found(tmp_path, first
     auto, rehearsal = ft.AutoBatchSize(memory_gib=1), ft.dry_run.Rehearsal(seconds=1)
     callbacks = [auto, rehearsal] if first == "auto" else [rehearsal, auto]
     found, _ = train(Staged(4), callbacks, default_root_dir=tmp_path, enable_checkpointing=True)
-    expected, _ = train(TinyLM(dropout=0.2), [ft.MicroBatching(3)])
+    expected, _ = train(ShallowLM(dropout=0.2), [ft.MicroBatching(3)])
     assert rehearsal.report.resumed_exactly
     assert auto.parts == 3
     assert largest_difference(expected, found) == 0
@@ -202,7 +205,7 @@ def test_a_rehearsal_beside_it_runs_in_the_parts_that_were_found(tmp_path, first
 )
 def test_what_it_cannot_be_used_with_is_refused(callbacks, settings, says):
     with pytest.raises(ValueError, match=says):
-        train(TinyLM(), callbacks(ft.AutoBatchSize(memory_gib=1)), **settings)
+        train(ShallowLM(), callbacks(ft.AutoBatchSize(memory_gib=1)), **settings)
 
 
 @pytest.mark.parametrize("arguments", [{"memory_gib": 0}, {"memory_gib": "all"}, {"steps": 1}])
@@ -215,7 +218,7 @@ RANKS = """
 import os
 import torch
 import lightning_fasttrain as ft
-from tests.support.nets import TinyLM, as_loader, largest_difference, lm_batches, trainer, weights
+from tests.support.nets import ShallowLM, as_loader, largest_difference, lm_batches, trainer, weights
 from tests.planner.test_auto_batch_size import Staged
 
 rank = int(os.environ["RANK"])
@@ -230,7 +233,7 @@ def run(module, callback):
 auto = ft.AutoBatchSize(memory_gib=1)
 found = run(Staged(2 if rank == 1 else 100), auto)
 assert auto.parts == 2, auto.parts
-expected = run(TinyLM(dropout=0.2), ft.MicroBatching(2))
+expected = run(ShallowLM(dropout=0.2), ft.MicroBatching(2))
 assert largest_difference(expected, found) == 0
 """
 
@@ -248,7 +251,7 @@ def test_on_a_gpu_the_largest_part_that_fits_beside_what_is_taken():
     free = torch.cuda.mem_get_info()[0]
     rows = max(8, int(free / (4 * 512 * 17 * 8)))  # whose logits alone take more than is free
     batches = lm_batches(2, size=rows, length=512)
-    auto, net = ft.AutoBatchSize(), TinyLM()
+    auto, net = ft.AutoBatchSize(), ShallowLM()
     trainer([auto], accelerator="gpu", devices=1).fit(net, as_loader(batches))
     assert auto.parts > 1
     assert auto.measured_bytes - taken.nbytes < free

@@ -45,7 +45,7 @@ class TwoBlocks(TinyLM):
 
 
 def plan(memory_gib, module=None, batch=BATCH, **settings):
-    return ft.make_plan(module or TwoBlocks(), batch, memory_gib, **{"device": "cpu", "seconds": 2, **settings})
+    return ft.make_plan(module or TwoBlocks(), batch, memory_gib, **{"device": "cpu", "seconds": 0.5, **settings})
 
 
 @pytest.fixture(scope="module")
@@ -344,7 +344,7 @@ def fit_with(auto, folder, callbacks=(), net=None):
 
 def test_auto_plans_once_trains_the_same_and_keeps_the_plan(tmp_path):
     whole = ft.predict_memory(TwoBlocks(), BATCH, device="cpu").peak_bytes / GIB
-    auto = ft.Auto(0.6 * whole, seconds=1)
+    auto = ft.Auto(0.6 * whole, seconds=0.3)
     t, module = fit_with(auto, tmp_path)
     assert auto.choice != Choice()
     assert auto.plan is not None
@@ -354,12 +354,12 @@ def test_auto_plans_once_trains_the_same_and_keeps_the_plan(tmp_path):
     trainer().fit(plain, as_loader(lm_batches(2, size=32, length=24)))
     for name, value in weights(plain).items():
         assert torch.allclose(value, module.state_dict()[name], atol=1e-4)
-    again = ft.Auto(0.6 * whole, seconds=1)
+    again = ft.Auto(0.6 * whole, seconds=0.3)
     fit_with(again, tmp_path)
     assert again.plan is None
     assert again.choice == auto.choice
     assert again.state_dict()["choice"]["parts"] == auto.choice.parts
-    other = ft.Auto(0.7 * whole, seconds=1)
+    other = ft.Auto(0.7 * whole, seconds=0.3)
     fit_with(other, tmp_path)
     assert other.plan is not None
 

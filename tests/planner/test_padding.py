@@ -12,7 +12,7 @@ from lightning_fasttrain.planner.candidates import SWITCHES, Axes, Choice, Predi
 from lightning_fasttrain.planner.make_plan import _describe_padding
 from lightning_fasttrain.planner.search import Search
 from lightning_fasttrain.planner.timing import Costs, Stopwatch, _Watch
-from tests.support.nets import TinyLM, padded_batches
+from tests.support.nets import ShallowLM, padded_batches
 
 LENGTHS = [32, 32, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4]
 
@@ -64,7 +64,7 @@ def test_a_step_without_padding_takes_no_more_memory_than_was_predicted(kind, ho
     assert watch.peak_bytes <= 1.01 * predicted
 
 
-class Mean(TinyLM):
+class Mean(ShallowLM):
     def loss(self, batch):
         return self(batch["input_ids"]).logsumexp(-1).mean()
 
@@ -72,9 +72,14 @@ class Mean(TinyLM):
 @pytest.mark.parametrize(
     ("kind", "limit", "is_measured", "expected"),
     [
-        (TinyLM, 0.7, True, "Padding: the micro-batches cut off 66% of the tokens of the batch."),
+        (ShallowLM, 0.7, True, "Padding: the micro-batches cut off 66% of the tokens of the batch."),
         (Mean, 0.7, True, "Padding: micro-batches would keep it, since the gradient then differs"),
-        (TinyLM, 2.0, False, "66% of the tokens of 1 batch seem to be padding (['input_ids'] = 0): MicroBatching(8)"),
+        (
+            ShallowLM,
+            2.0,
+            False,
+            "66% of the tokens of 1 batch seem to be padding (['input_ids'] = 0): MicroBatching(8)",
+        ),
     ],
 )
 def test_a_plan_states_the_padding_that_its_micro_batches_cut_off(kind, limit, is_measured, expected):

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 import lightning_fasttrain as ft
 from lightning_fasttrain.planner import suggestions
 from lightning_fasttrain.planner.suggestions import suggest_leaner_optimizer, suggest_trimming, suggest_workers
-from tests.support.nets import TinyLM, as_loader, lm_batches, padded_batches
+from tests.support.nets import ShallowLM, as_loader, lm_batches, padded_batches
 
 
 class Slow(Dataset):
@@ -89,13 +89,13 @@ def test_a_plan_says_it():
 
     (batch,) = lm_batches(1, size=4, length=8)
     found = ft.make_plan(
-        TinyLM(), batch, 1.0, keep="exact", device="cpu", seconds=0.01, loader=DataLoader(Late(), batch_size=2)
+        ShallowLM(), batch, 1.0, keep="exact", device="cpu", seconds=0.01, loader=DataLoader(Late(), batch_size=2)
     )
     assert any("A batch takes the loader" in note and "num_workers" in note for note in found.notes)
 
 
 def test_what_eight_bits_would_save():
-    class Net(TinyLM):
+    class Net(ShallowLM):
         def __init__(self, optimizer, width):
             super().__init__()
             self.wide, self.optimizer = torch.nn.Linear(width, width), optimizer
@@ -146,7 +146,7 @@ def test_the_share_of_padding_is_that_of_the_first_four_batches_of_the_loader():
 
 def test_an_explanation_states_the_padding_that_no_technique_cuts_off():
     batch = padded_batches([8])[0]
-    found = ft.planner.explain(TinyLM(), batch, [ft.EagerGradientRelease()])
+    found = ft.planner.explain(ShallowLM(), batch, [ft.EagerGradientRelease()])
     assert found.padding == suggest_trimming(batch)
     assert f"  Padding       {found.padding.rstrip('.')}\n" in str(found)
-    assert ft.planner.explain(TinyLM(), batch, [ft.MicroBatching(4)]).padding == ""
+    assert ft.planner.explain(ShallowLM(), batch, [ft.MicroBatching(4)]).padding == ""

@@ -9,20 +9,20 @@ import torch
 import lightning_fasttrain as ft
 from lightning_fasttrain.cli.main import main
 from lightning_fasttrain.planner.catalogue import known_techniques
-from tests.support.nets import TinyLM, lm_batches, trainer
+from tests.support.nets import ShallowLM, lm_batches, trainer
 
 BATCH = lm_batches(1)[0]
 HERE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def reasons(module=None, techniques=None, **settings):
-    found = ft.planner.why_not(module or TinyLM(), techniques=techniques, **settings)
+    found = ft.planner.why_not(module or ShallowLM(), techniques=techniques, **settings)
     return {row.name: row.why_not for row in found.rows}
 
 
 def test_each_technique_is_in_use_or_has_a_row():
     in_use = [ft.MicroBatching(2), ft.ActivationCheckpointing()]
-    found = ft.planner.why_not(TinyLM(), techniques=in_use)
+    found = ft.planner.why_not(ShallowLM(), techniques=in_use)
     assert found.used == ("MicroBatching", "ActivationCheckpointing")
     names = [row.name for row in found.rows]
     assert sorted([*names, *found.used]) == sorted(kind.__name__ for kind in known_techniques())
@@ -67,12 +67,12 @@ def test_a_package_that_is_missing_is_a_reason(monkeypatch):
 
 def test_what_changes_memory_is_predicted_beside_what_is_in_use():
     in_use = [ft.EagerGradientRelease()]
-    found = ft.planner.why_not(TinyLM(), BATCH, in_use)
+    found = ft.planner.why_not(ShallowLM(), BATCH, in_use)
     rows = {row.name: row for row in found.rows}
-    plain = ft.predict_memory(TinyLM(), BATCH, techniques=in_use, device=HERE).peak_bytes
+    plain = ft.predict_memory(ShallowLM(), BATCH, techniques=in_use, device=HERE).peak_bytes
     for tried in (ft.MicroBatching(4), ft.finetune.IA3(), ft.ActivationCheckpointing()):
         row = rows[type(tried).__name__]
-        expected = ft.predict_memory(TinyLM(), BATCH, techniques=[*in_use, tried], device=HERE).peak_bytes / plain
+        expected = ft.predict_memory(ShallowLM(), BATCH, techniques=[*in_use, tried], device=HERE).peak_bytes / plain
         assert (row.tried, row.factor) == (repr(tried), expected)
     assert found.peak_bytes == plain
     assert rows["StepMeter"].factor is rows["CompileBlocks"].factor is None
@@ -82,7 +82,7 @@ def test_what_changes_memory_is_predicted_beside_what_is_in_use():
 
 
 def test_where_nothing_can_be_predicted_the_reasons_stand_alone():
-    found = ft.planner.why_not(TinyLM(), BATCH, [ft.ActivationCheckpointing(ft.MemoryBudget(1.0))])
+    found = ft.planner.why_not(ShallowLM(), BATCH, [ft.ActivationCheckpointing(ft.MemoryBudget(1.0))])
     assert {row.factor for row in found.rows} == {None}
     assert "Nothing is predicted: " in found.notes[0]
 
@@ -141,9 +141,9 @@ def test_the_padding_of_a_batch_is_noted_with_what_would_be_left_of_it():
     ids = torch.arange(1, 65)[None] * (torch.arange(64)[None] < torch.tensor([64, 5, 9, 3, 2, 7, 4, 6])[:, None])
     words = ids % 11 + (ids > 0)
     batch = {"input_ids": words, "labels": words.masked_fill(words == 0, -100)}
-    found = ft.planner.why_not(TinyLM(), batch, [ft.MicroBatching(2, trim_padding=False)])
+    found = ft.planner.why_not(ShallowLM(), batch, [ft.MicroBatching(2, trim_padding=False)])
     note = next(note for note in found.notes if "seem to be padding" in note)
     assert note.startswith("80% of the tokens of 1 batch seem to be padding (['input_ids'] = 0): ")
     assert "MicroBatching(8) would run ×0.25 of them" in note
-    with_it = ft.planner.why_not(TinyLM(), batch, [ft.MicroBatching(4)])
+    with_it = ft.planner.why_not(ShallowLM(), batch, [ft.MicroBatching(4)])
     assert not any("padding" in note for note in with_it.notes)

@@ -15,14 +15,14 @@ import lightning_fasttrain as ft
 from lightning_fasttrain.data import EvenEpochs, SampleGuard, even_epochs
 from tests.data.test_sample_guard import Rows
 from tests.support.end_of_rank import write_findings
-from tests.support.nets import TinyLM, as_loader, largest_difference, lm_batches, trainer, weights
+from tests.support.nets import ShallowLM, as_loader, largest_difference, lm_batches, trainer, weights
 
 RANK = int(os.environ.get("RANK", "0"))
 BATCHES = [{**batch, "plus": torch.zeros(6), "times": torch.ones(6)} for batch in lm_batches(8, seed=3 + RANK)]
 NAN, INF = float("nan"), float("inf")
 
 
-class Spoilt(TinyLM):
+class Spoilt(ShallowLM):
     """Adds a constant to its loss, and multiplies it."""
 
     def loss(self, batch):
@@ -138,11 +138,11 @@ def bad_samples(found, folder):
     guard, path = SampleGuard(2), f"{folder}/bad.ckpt"
     saved = L.pytorch.callbacks.LambdaCallback(on_train_end=lambda t, _: t.save_checkpoint(path))
     rows = Rows(bad=[[], [3, 8]][RANK])
-    _, t, said = run(rows, [guard, saved], TinyLM, loader=lambda rows: DataLoader(rows, batch_size=4))
+    _, t, said = run(rows, [guard, saved], ShallowLM, loader=lambda rows: DataLoader(rows, batch_size=4))
     found["bad samples"] = [guard.skipped, t.global_step, said]
     again = SampleGuard(2)
     u = trainer([again], devices=2, strategy=DDPStrategy(process_group_backend="gloo"))
-    u.fit(TinyLM(), DataLoader(rows, batch_size=4), ckpt_path=path, weights_only=True)
+    u.fit(ShallowLM(), DataLoader(rows, batch_size=4), ckpt_path=path, weights_only=True)
     found["bad samples, resumed"] = again.skipped
 
 

@@ -10,12 +10,12 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 
 import lightning_fasttrain as ft
-from tests.support.nets import TinyLM, as_loader, largest_difference, lm_batches, trainer, weights
+from tests.support.nets import ShallowLM, as_loader, largest_difference, lm_batches, trainer, weights
 
 BATCHES = [{**batch, "times": torch.ones(6)} for batch in lm_batches(6)]
 
 
-class Spoilt(TinyLM):
+class Spoilt(ShallowLM):
     """Its loss is not finite for marked batches."""
 
     def loss(self, batch):
@@ -86,7 +86,7 @@ def test_a_window_with_a_bad_batch_is_skipped_completely_and_names_the_batch(tec
 
 
 def test_a_token_weighted_window_is_skipped_too():
-    guard, net, other = ft.FiniteGuard(), TinyLM(), TinyLM()
+    guard, net, other = ft.FiniteGuard(), ShallowLM(), ShallowLM()
     batches = lm_batches(6)
     with pytest.warns(ft.FastTrainWarning, match="batch 2, rank 0"):
         run(Poisoned(net, 2), batches, guard, [ft.TokenWeightedAccumulation(2, check=False)])
@@ -198,7 +198,7 @@ class Breaks(L.Callback):
 def test_a_checkpoint_with_nan_is_never_saved(tmp_path, atomic, weights_only):
     writer = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_weights_only=weights_only)
     with pytest.raises(FloatingPointError, match=r"checkpoint .*step=4.ckpt was not written: .*embed.weight"):
-        run(TinyLM(), BATCHES, ft.FiniteGuard(), [Breaks(), writer, *atomic], enable_checkpointing=True)
+        run(ShallowLM(), BATCHES, ft.FiniteGuard(), [Breaks(), writer, *atomic], enable_checkpointing=True)
     assert [path.name for path in tmp_path.iterdir()] == ["epoch=0-step=2.ckpt"]
 
 
@@ -234,7 +234,7 @@ def test_a_window_that_is_skipped_is_skipped_after_a_resume_within_it(tmp_path):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_overflows_are_left_to_the_loss_scaler_unless_the_loss_is_bad(fused):
-    net, guard = TinyLM(optimizer=torch.optim.AdamW, fused=fused), ft.FiniteGuard()
+    net, guard = ShallowLM(optimizer=torch.optim.AdamW, fused=fused), ft.FiniteGuard()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)  # overflows gradients in float16
     precision = MixedPrecision("16-mixed", "cpu", scaler)
     before = weights(net)

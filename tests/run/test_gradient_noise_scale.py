@@ -9,7 +9,7 @@ from torch import nn
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.run import GradientNoiseScale, NoiseScale, split_gradient_noise
-from tests.support.nets import TinyLM, as_loader, fit, largest_difference, lm_batches, trainer, weights
+from tests.support.nets import ShallowLM, as_loader, fit, largest_difference, lm_batches, trainer, weights
 
 WIDTH, SIGMA = 4, 0.5
 TRUE = torch.tensor([1.0, -2.0, 0.5, 1.5])
@@ -85,8 +85,8 @@ def test_the_noise_scale_of_a_regression_is_its_closed_form(batch, techniques, s
 def test_a_loop_measures_what_the_trainer_does():
     batches = lm_batches(6)
     noise = GradientNoiseScale(every_n_steps=1)
-    fit(TinyLM(), batches, [noise], accumulate_grad_batches=2)
-    model = TinyLM()
+    fit(ShallowLM(), batches, [noise], accumulate_grad_batches=2)
+    model = ShallowLM()
     loop, optimizer = NoiseScale(model), model.configure_optimizers()
     step = loop.watch(model.loss)
     for first, second in zip(batches[::2], batches[1::2], strict=True):
@@ -103,7 +103,7 @@ def test_a_loop_measures_what_the_trainer_does():
 
 def test_the_gradients_of_parts_are_those_of_autograd():
     """Against each part's gradient, computed by itself and stored."""
-    batches, model = lm_batches(2), TinyLM()
+    batches, model = lm_batches(2), ShallowLM()
     norms = []
     for batch in batches:
         gradients = torch.autograd.grad(model.loss(batch), list(model.parameters()))
@@ -122,14 +122,14 @@ def test_the_gradients_of_parts_are_those_of_autograd():
 @pytest.mark.parametrize("techniques", [[], [ft.MicroBatching(2)]], ids=["batches", "micro-batches"])
 def test_training_is_bitwise_the_same(techniques):
     settings = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
-    plain = fit(TinyLM(), lm_batches(6), techniques, **settings)
-    measured = fit(TinyLM(), lm_batches(6), [GradientNoiseScale(every_n_steps=1), *techniques], **settings)
+    plain = fit(ShallowLM(), lm_batches(6), techniques, **settings)
+    measured = fit(ShallowLM(), lm_batches(6), [GradientNoiseScale(every_n_steps=1), *techniques], **settings)
     assert largest_difference(weights(plain), weights(measured)) == 0
     assert "training_step" not in vars(measured)
 
 
 def test_nothing_is_left_after_a_failed_step():
-    class Fails(TinyLM):
+    class Fails(ShallowLM):
         def training_step(self, batch, batch_idx):
             loss = super().training_step(batch, batch_idx)
             if batch_idx == 1:
@@ -145,15 +145,15 @@ def test_nothing_is_left_after_a_failed_step():
 
 def test_only_every_nth_step_is_measured():
     noise = GradientNoiseScale(every_n_steps=2)
-    fit(TinyLM(), lm_batches(10), [noise], accumulate_grad_batches=2)
+    fit(ShallowLM(), lm_batches(10), [noise], accumulate_grad_batches=2)
     assert noise.state_dict()["measured"] == 3
 
 
 def test_a_single_gradient_shows_no_noise():
     noise = GradientNoiseScale(every_n_steps=1)
-    fit(TinyLM(), lm_batches(3), [noise])
+    fit(ShallowLM(), lm_batches(3), [noise])
     assert noise.samples is None
-    assert "nothing was measured: each step has the gradient of one batch" in noise.outcome(TinyLM())
+    assert "nothing was measured: each step has the gradient of one batch" in noise.outcome(ShallowLM())
 
 
 def test_a_step_without_number_is_left_out():
@@ -189,12 +189,12 @@ def test_it_is_logged(tmp_path):
         [GradientNoiseScale(every_n_steps=1)],
         logger=Logger(tmp_path), log_every_n_steps=1, accumulate_grad_batches=2,
     )  # fmt: skip
-    t.fit(TinyLM(), as_loader(lm_batches(4)))
+    t.fit(ShallowLM(), as_loader(lm_batches(4)))
     assert logged["gradient_noise_scale/tokens"] == pytest.approx(5 * logged["gradient_noise_scale/samples"])
 
 
 def test_manual_optimization_is_refused():
-    net = TinyLM()
+    net = ShallowLM()
     net.automatic_optimization = False
     with pytest.raises(ValueError, match=r"runs its backwards itself.*NoiseScale\(self\)\.measure"):
         fit(net, lm_batches(1), [GradientNoiseScale()])

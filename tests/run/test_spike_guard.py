@@ -11,13 +11,13 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.run.guards.spike_guard import RunningLimit
-from tests.support.nets import TinyLM, as_loader, largest_difference, lm_batches, trainer, weights
+from tests.support.nets import ShallowLM, as_loader, largest_difference, lm_batches, trainer, weights
 
 BATCHES = [{**batch, "times": torch.ones(6), "steep": torch.ones(6)} for batch in lm_batches(12)]
 SPIKE = 8
 
 
-class Spiky(TinyLM):
+class Spiky(ShallowLM):
     """Its loss, or only its gradient, is larger for marked batches."""
 
     def loss(self, batch):
@@ -191,4 +191,4 @@ def test_unsupported_runs_are_refused_at_their_start():
         run(BATCHES, [guard()], plugins=[precision])
     with pytest.raises(ValueError, match="then='rewind' under FSDP2Strategy"):
         strategy = ft.FSDP2Strategy(process_group_backend="gloo")
-        trainer([guard("rewind")], strategy=strategy, devices=1).fit(TinyLM(), as_loader(BATCHES))
+        trainer([guard("rewind")], strategy=strategy, devices=1).fit(ShallowLM(), as_loader(BATCHES))

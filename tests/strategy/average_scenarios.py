@@ -123,7 +123,7 @@ def average_of_one_process(found, folder):
 
 class Gpt(Net):
     def __init__(self):
-        super().__init__("gpt")
+        super().__init__("short gpt")
 
 
 def averages_in_a_tensor_group(found, folder):

@@ -7,9 +7,9 @@ from tests.support.nets import largest_difference, weights
 
 
 def families(found, folder):
-    """Compare four steps with one process; those of GPT-2 with a split vocabulary and shares of the tokens, resumed."""
-    plain, _ = base.one_process("deberta", base.WORLD // 2, count=4)
-    module, _ = base.fit("deberta", 2, count=4)
+    """Compare steps with one process; those of GPT-2 with a split vocabulary and shares of the tokens, resumed."""
+    plain, _ = base.one_process("deberta", base.WORLD // 2, count=2)
+    module, _ = base.fit("deberta", 2, count=2)
     found["deberta weights"] = largest_difference(weights(plain), base.whole(module))
     found["deberta positions"] = module.net.deberta.encoder.layer[0].attention.self.pos_key_proj.weight.to_local().shape
     batches = base.batches_of("gpt2", 0, 4)

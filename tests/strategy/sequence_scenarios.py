@@ -20,7 +20,7 @@ def beside_others(found):
     settings = {"layers": 1}
     plain, _ = base.one_process("gpt", base.WORLD // 2, count=2, **settings)
     for name, callbacks in (
-        ("CompileBlocks", [ft.CompileBlocks(backend="aot_eager")]),
+        ("CompileBlocks", [ft.CompileBlocks(backend="eager")]),
         ("others", [ft.ActivationCheckpointing(), ft.MicroBatching(2)]),
     ):
         module, _ = base.fit("gpt", 2, callbacks, settings, mine, divided(2))
@@ -93,6 +93,6 @@ def dropout(found):
         settings = {"dropout": 0.3, "attention": attention}
         for callbacks in ([], [ft.ActivationCheckpointing()]):
             strategy = FSDP2Strategy(**options)
-            module, _ = base.fit("gpt", 2, callbacks, settings=settings, count=2, strategy=strategy)
+            module, _ = base.fit("short gpt", 2, callbacks, settings=settings, count=1, strategy=strategy)
             runs.append(base.whole(module))
         found[f"{name} dropout recomputed"] = largest_difference(*runs)

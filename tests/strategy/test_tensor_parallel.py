@@ -47,7 +47,7 @@ def folder(tmp_path_factory):
     """The folder of all checkpoints; the first is that of one process after two of four batches."""
     folder = tmp_path_factory.mktemp("tensor")
     t = trainer()
-    t.fit(Net("gpt"), as_loader(batches_of("gpt", 0, 4)[:2]))
+    t.fit(Net("short gpt"), as_loader(batches_of("gpt", 0, 4)[:2]))
     t.save_checkpoint(folder / "one.ckpt")
     return folder
 
@@ -89,7 +89,7 @@ def largest(found, key):
 @each_kind(KINDS)
 def test_clipped_steps_equal_those_of_one_process(found, kind):
     assert largest(found, f"{kind} losses") < 1e-5
-    assert largest(found, f"{kind} weights") < 1e-5 < 1e-2 < largest(found, f"{kind} moved")
+    assert largest(found, f"{kind} weights") < 1e-5 < 5e-3 < largest(found, f"{kind} moved")
 
 
 def test_checkpoints_resume_on_a_mesh_of_another_shape(found):
@@ -99,8 +99,7 @@ def test_checkpoints_resume_on_a_mesh_of_another_shape(found):
 
 def test_a_checkpoint_is_that_of_one_process_in_plain_names(found, folder):
     expected, stepper = two_epochs(batches_of("gpt", 0, 4), count=2)
-    data, tensor = MESHES[len(found)][1]
-    saved = full_checkpoint(folder / f"{data}x{tensor}")
+    saved = full_checkpoint(folder / f"1x{len(found)}")
     assert largest_difference(weights(expected), saved["state_dict"]) < 1e-6
     momentum = {str(n): state["momentum_buffer"] for n, state in saved["optimizer_states"][0]["state"].items()}
     plain = {str(n): state["momentum_buffer"] for n, state in stepper.state_dict()["state"].items()}
@@ -146,7 +145,7 @@ def test_the_sampler_gives_a_tensor_group_the_same_samples(found):
     samples = [rank["samples"] for rank in found]
     for rank, seen in enumerate(samples):
         assert seen == samples[rank // 2 * 2]
-    every = sorted(int(batch["inputs"].sum()) for batch in batches_of("gpt", 0, 8))
+    every = sorted(int(batch["inputs"].sum()) for batch in batches_of("gpt", 0, 4))
     assert sorted(n for seen in samples[::2] for n in seen) == every
 
 
@@ -177,18 +176,17 @@ def test_what_cannot_be_split_is_refused_on_all_ranks(two, name, why):
 
 def test_a_plan_comes_from_the_configuration_of_a_hugging_face_model():
     plan = plan_tensor_parallel(Net("llama"), 2)
-    layer = "net.model.layers.1."
+    layer = "net.model.layers.0."
     assert [plan[f"{layer}self_attn.{name}_proj"].known_as for name in "qkvo"] == [*["colwise"] * 3, "rowwise"]
     assert plan[f"{layer}mlp.down_proj"].known_as == "rowwise"
-    assert len(plan) == 2 * 7
+    assert len(plan) == 7
 
 
 @pytest.mark.parametrize("kind", ["bert", "vit"])
 def test_a_plan_by_names_and_widths_finds_attention_and_mlps(kind):
     plan = plan_tensor_parallel(Net(kind), 2)
     styles = [style.known_as for style in plan.values()]
-    layers = 2 if kind == "bert" else 1
-    assert styles == [*["colwise"] * 3, "rowwise", "colwise", "rowwise"] * layers
+    assert styles == [*["colwise"] * 3, "rowwise", "colwise", "rowwise"]
 
 
 def test_a_fused_projection_is_split_in_each_of_its_parts():
@@ -404,7 +402,7 @@ def test_muon_orthogonalizes_each_matrix_of_a_tensor_group_on_one_rank(found):
 
 @each_kind(context_scenarios.KINDS)
 def test_shares_of_sequences_train_with_clipping_as_in_one_process(found, kind):
-    assert largest(found, f"context {kind} moved") > 0.01
+    assert largest(found, f"context {kind} moved") > 5e-3
     assert largest(found, f"context {kind} losses") < 1e-5
     assert largest(found, f"context {kind} weights") < 1e-5
 
@@ -416,7 +414,7 @@ def test_context_groups_of_four_and_of_replicas_train_as_in_one_process(four):
 
 @pytest.mark.parametrize("technique", ["CompileBlocks", "FusedLossHead", "others", "QLoRA"])
 def test_techniques_beside_shares_of_sequences_train_as_in_one_process(two, technique):
-    assert largest(two, f"context with {technique}") < 1e-6
+    assert largest(two, f"context with {technique}") < 1e-5
     assert two[0]["context QLoRA moved"] > 1e-3
 
 

@@ -66,12 +66,12 @@ def test_torchs_own_linear_is_restored_after_stage_3(two):
 def test_step_counts_equal_the_engines(two):
     for kind, stages in EQUAL.items():
         for stage in stages:
-            assert two[0][f"{kind} {stage}"]["steps"] == [6, 6]
+            assert two[0][f"{kind} {stage}"]["steps"] == [4, 4]
 
 
 def test_optimizer_takes_the_same_steps_as_in_one_process(one):
     cases = {key: found for key, found in one.items() if key.startswith("steps ") and isinstance(found, dict)}
-    assert len(cases) == 2 * 5 * 2 + 1 + 3  # dtypes, optimizers and groups, stages; auto; Fabric
+    assert len(cases) == 2 * 5 + 1 + 3  # dtypes, optimizers and groups; auto; Fabric
     for key, found in cases.items():
         assert found["counts"] == ([] if "sgd" in key else [4.0]), key
         assert found["weights"] < 1e-6 < 1e-3 < found["moved"], (key, found)
@@ -137,7 +137,7 @@ def test_resumed_equals_uninterrupted_bit_for_bit(runs, ranks):
         for stage in (*STAGES, "3+offload"):
             assert found[f"resumed {stage}"] == 0
             assert found[f"through {stage}"] < 1e-5  # saving has not changed it
-            assert found[f"rate {stage}"] == [6, pytest.approx(0.9**6)]
+            assert found[f"rate {stage}"] == [4, pytest.approx(0.9**4)]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -147,8 +147,8 @@ def test_resuming_on_another_number_of_processes_is_exact(runs, ranks):
             resharded = found[f"resharded {stage}"]
             assert resharded["differ"] == []
             assert resharded["decay"] == [0.1, 0.0]
-            assert resharded["rate"] == pytest.approx(0.9**3)
-            assert resharded["steps"] == 3 + 2
+            assert resharded["rate"] == pytest.approx(0.9**2)
+            assert resharded["steps"] == 2 + 2
             assert resharded["went on"] < 1e-6
 
 
@@ -195,13 +195,14 @@ def test_adapter_only_checkpoints_resume_bit_for_bit(two, run):
 
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
 def test_fabric_strategy_accumulates_clips_and_resumes(two, kind):
+    stages = IN_FABRIC[kind]
     for rank in two:
-        for stage in IN_FABRIC[kind]:
+        for stage in stages:
             found = rank[f"fabric {kind} {stage}"]
             assert found["losses"] < 1e-5
             assert found["weights"] < 1e-4
             assert found["resumed"]
-            assert found["norm"] == pytest.approx(rank[f"fabric {kind} 1"]["norm"], rel=1e-5)
+            assert found["norm"] == pytest.approx(rank[f"fabric {kind} {stages[0]}"]["norm"], rel=1e-5)
 
 
 def test_loss_is_divided_once_under_accumulation(one):
@@ -211,14 +212,14 @@ def test_loss_is_divided_once_under_accumulation(one):
 
 def test_step_count_is_correct_with_incomplete_windows(one):
     trainers, engines = one["steps ours"]
-    assert trainers == engines == 6
+    assert trainers == engines == 4
     trainers, engines = one["steps stock"]
     assert trainers != engines
 
 
 def test_optimizer_hooks_fire_once_per_step(one):
-    assert set(one["hooks ours"].values()) == {6}
-    assert one["hooks stock"]["on_before_optimizer_step"] == one["hooks stock"]["optimizer_step"] == 10
+    assert set(one["hooks ours"].values()) == {4}
+    assert one["hooks stock"]["on_before_optimizer_step"] == one["hooks stock"]["optimizer_step"] == 6
 
 
 def test_validation_keeps_the_hooks_of_the_model(one):

@@ -31,13 +31,12 @@ class Case(NamedTuple):
     norm: str | None
 
 
-ONE_LAYER = {"num_hidden_layers": 1}
-TIED = {**ONE_LAYER, "tie_word_embeddings": True, "pad_token_id": 3}
+TIED = {"tie_word_embeddings": True, "pad_token_id": 3}
 MODELS = {
     "tied gpt": Case("gpt", {"vocabulary": UNEVEN}, "net.head", "blocks.1.norm_1"),
-    "untied llama": Case("llama", ONE_LAYER, "net.lm_head", None),
+    "untied llama": Case("llama", {}, "net.lm_head", None),
     "tied llama": Case("llama", TIED, "net.lm_head", "model.layers.0.post_attention_layernorm"),
-    "divided bert": Case("bert", {}, None, "bert.encoder.layer.1.attention.output.LayerNorm"),
+    "divided bert": Case("bert", {"num_hidden_layers": 2}, None, "bert.encoder.layer.1.attention.output.LayerNorm"),
 }
 KINDS = {2: tuple(MODELS), 4: ("tied gpt",)}
 LOSSES = {
@@ -138,9 +137,9 @@ def split_beside_others(found, folder):
     for name, head in (("torch's", ColwiseParallel(use_local_output=False)), ("gathered", "vocabulary")):
         plan = {f"net.model.layers.*.mlp.{layer}": style for layer, style in layers.items()}
         strategy = FSDP2Strategy(tensor_parallel=2, tensor_plan={**plan, "net.lm_head": head})
-        plain, _ = base.one_process("llama", 1, count=2, **ONE_LAYER)
+        plain, _ = base.one_process("llama", 1, count=2)
         batches = base.batches_of("llama", 0, 2)
-        module, _ = base.fit("llama", 2, settings=ONE_LAYER, batches=batches, strategy=strategy)
+        module, _ = base.fit("llama", 2, batches=batches, strategy=strategy)
         found[f"loss of {name} logits"] = largest_difference(weights(plain), base.whole(module))
 
 

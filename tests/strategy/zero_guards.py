@@ -3,6 +3,7 @@
 Part of the launch of two processes in zero_scenarios.py.
 """
 
+import functools
 import gc
 import os
 import warnings
@@ -59,10 +60,15 @@ def end_of(module, t):
     return [*whole(module).values(), *held, *rates]
 
 
+@functools.cache
+def end_without(stage, without, **settings):
+    return end_of(*fit(batches(without=without), stage, **settings)[:2])
+
+
 def is_skipped(spoil, stage, technique, without=(SPOILT,), **settings):
     """Whether the end is that of a run without the batches, the number of skipped steps, and what was said."""
     module, t, said = fit(batches(spoil), stage, [technique], **settings)
-    expected = end_of(*fit(batches(without=without), stage, **settings)[:2])
+    expected = end_without(stage, without, **settings)
     found = end_of(module, t)
     equal = len(found) == len(expected) and all(map(torch.equal, found, expected))
     return [equal, technique.skipped, said]

@@ -49,7 +49,8 @@ from tests.support.s3_server import BUCKET
 RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 ALL = [lm_batches(5, size=6, seed=3), lm_batches(5, size=4, seed=4)]  # different rows and numbers of targets per rank
 MINE = ALL[RANK]
-WINDOWS = ((0, 1), (2, 3), (4,))  # accumulation over 2 of 5 batches
+EPOCH = 3  # batches of most runs
+WINDOWS = ((0, 1), (2,))  # accumulation over 2 of 3 batches
 OPTIMIZERS = {"sgd": (sgd, {"lr": 0.1}), "adamw": (torch.optim.AdamW, {"lr": 0.01})}
 
 
@@ -62,7 +63,7 @@ def fit(module, strategy, callbacks=(), batches=None, path=None, **settings):
     gc.freeze()  # DeepSpeed collects garbage at each start of stage 3: skip objects of earlier fits
     torch.manual_seed(11)
     t = trainer(callbacks, devices=RANKS, strategy=strategy, **settings)
-    t.fit(module, as_loader(MINE if batches is None else batches), ckpt_path=path)
+    t.fit(module, as_loader(MINE[:EPOCH] if batches is None else batches), ckpt_path=path)
     return t
 
 
@@ -108,7 +109,7 @@ def whole_difference(expected, module):
 
 
 def equals_one_process(found, folder):
-    """6 steps with accumulation, incomplete windows, clipping, checkpointing; also compiled, sharded and unsharded."""
+    """4 steps with accumulation, incomplete windows, clipping, checkpointing; also compiled, sharded and unsharded."""
     linear, settings = functional.linear, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3}
     for kind in OPTIMIZERS:
         expected, losses = steps_by_hand(kind, 2, 0.3)
@@ -116,7 +117,7 @@ def equals_one_process(found, folder):
             module = net(kind)
             techniques = [ft.ActivationCheckpointing()]
             compiled = kind == "adamw" and stage in (2, "3+offload")
-            techniques += [ft.CompileBlocks(backend="aot_eager")] if compiled else []
+            techniques += [ft.CompileBlocks(backend="eager")] if compiled else []
             t = fit(module, ZeROStrategy(stage=stage), techniques, max_epochs=2, **settings)
             torch._dynamo.reset()
             trained = whole(module)
@@ -206,17 +207,17 @@ class State(L.Callback):
 
 
 def go_on_by_hand(state):
-    """Take two steps of plain PyTorch in one process from weights and Adam state after three."""
+    """Take two steps of plain PyTorch in one process from weights and Adam state after two."""
     module = net("adamw", Scheduled)
     optimizer = module.configure_optimizers()["optimizer"]
     named = dict(module.named_parameters())
     for name, parameter in named.items():
         parameter.data.copy_(state[name])
         moments = {key: state[f"{name} {key}"].clone() for key in ("exp_avg", "exp_avg_sq")}
-        optimizer.state[parameter] = {"step": torch.tensor(3.0), **moments}
+        optimizer.state[parameter] = {"step": torch.tensor(2.0), **moments}
     for i in range(2):
         for group in optimizer.param_groups:
-            group["lr"] = 0.01 * 0.9 ** (3 + i)
+            group["lr"] = 0.01 * 0.9 ** (2 + i)
         optimizer.zero_grad()
         (sum(module.loss(rank[i]) for rank in ALL[:RANKS]) / RANKS).backward()
         optimizer.step()
@@ -400,7 +401,7 @@ def twin(found, folder):
 def fabric_by_hand(kind, epochs, clip):
     module, losses = net(kind), []
     optimizer = module.configure_optimizers()
-    for window in WINDOWS[1:] * epochs:
+    for window in WINDOWS * epochs:
         optimizer.zero_grad()
         for i in window:
             loss = sum(module.loss(rank[i]) for rank in ALL[:RANKS]) / RANKS
@@ -421,7 +422,7 @@ def fabric_loop(kind, stage, epochs, clip, save=None, load=None, strategy=None):
     if load is not None:
         fabric.load(load, state)
     for epoch in range(epochs):
-        for window in WINDOWS[1:]:
+        for window in WINDOWS:
             for i in window:
                 with fabric.no_backward_sync(model, enabled=i != window[-1]):
                     loss = lm_loss(model(MINE[i]["input_ids"]), MINE[i])
