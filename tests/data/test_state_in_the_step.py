@@ -203,11 +203,11 @@ class Filled(Step):
 
     def __init__(self):
         super().__init__()
-        self.losses = []
+        self.kept = []
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
-        self.losses.append(loss.detach())
+        self.kept.append(loss.detach())
         return loss
 
 
@@ -221,8 +221,8 @@ def test_a_list_that_is_filled_is_reported_by_name():
     with heard() as said:
         ours = train(Filled, [ft.MicroBatching(2)])
     assert differ(train(Filled, []), ours) < 1e-12
-    assert len(ours.losses) == 8
-    assert "'losses' gets an entry for each micro-batch" in " ".join(said)
+    assert len(ours.kept) == 8
+    assert "'kept' gets an entry for each micro-batch" in " ".join(said)
 
 
 class Everywhere(Step):

@@ -105,6 +105,20 @@ class Temperature(nn.Module):
         return y
 
 
+class Hooked(nn.Module):
+    """Installs a hook at its first forward, and an attribute says so, as in models of transformers."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.is_ready = nn.Linear(4, 4), False
+
+    def forward(self, x):
+        if not self.is_ready:
+            self.linear.register_forward_hook(lambda module, inputs, output: torch.tanh(output))
+            self.is_ready = True
+        return self.linear(x)
+
+
 class WarmUp(nn.Module):
     """Sets an attribute from its third forward on, through ``setattr``, and fills a dict and a set."""
 
@@ -123,6 +137,7 @@ class WarmUp(nn.Module):
 def stack(kind):
     make = {
         "attributes": Temperature,
+        "hooks": Hooked,
         "late attributes": WarmUp,
         "dropout": lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Tanh()),
         "batchnorm": lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU()),
@@ -139,7 +154,7 @@ def stack(kind):
     "kind",
     [
         *("dropout", "batchnorm", "numpy and random", "own buffer", "spectral norm", "transformer"),
-        *("attributes", "late attributes"),
+        *("attributes", "late attributes", "hooks"),
     ],
 )
 def test_checkpointing_is_bitwise_equal(kind, dtype):

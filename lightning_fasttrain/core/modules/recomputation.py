@@ -402,9 +402,11 @@ def _with_attributes(
 
     @contextmanager
     def forward() -> Iterator[None]:
-        before = [one.read() for one in attributes]
+        before, hooks = [one.read() for one in attributes], _count_hooks(attributes)
         with keeping:
             yield
+        if _count_hooks(attributes) != hooks:
+            return  # they are installed once, as by models of transformers, and so is the flag that says so
         for one, (values, copies) in zip(attributes, before, strict=True):
             for name, value in one.list_changed(values, copies):
                 changed.append((vars(one.module), name, value))
@@ -422,6 +424,10 @@ def _with_attributes(
                 _set_attribute(held, name, value)
 
     return forward(), Again(recompute)
+
+
+def _count_hooks(attributes: Sequence[_Attributes]) -> int:
+    return sum(len(one.module._forward_hooks) + len(one.module._forward_pre_hooks) for one in attributes)
 
 
 _MISSING = object()
