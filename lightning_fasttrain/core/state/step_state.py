@@ -116,6 +116,11 @@ class StepState:
         """Return a context in which a parameter or large tensor is copied before an operation writes to it."""
         return _CopyBeforeWriting(self._tensors)
 
+    def copy_all(self) -> None:
+        """Copy parameters and large tensors, too, where :meth:`watch` sees nothing, as of compiled code."""
+        for held in self._tensors.values():
+            held.keep_copy()
+
     def list_unchanged_writes(self) -> list[str]:
         """Return the names of tensors that were written or replaced, with about the values that they had."""
         names = []
@@ -238,12 +243,7 @@ class StepState:
         return True
 
 
-class _Missing:
-    def __repr__(self) -> str:
-        return "nothing"
-
-
-MISSING = _Missing()  # stands for an attribute that is not there
+MISSING = object()  # stands for an attribute that is not there
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
@@ -270,8 +270,12 @@ class _HeldTensor:
         self.written = False
 
     def note_write(self) -> None:
-        """Note that an operation is about to write to it, and copy its contents unless they are copied."""
+        """Note that an operation is about to write to it, and copy its contents."""
         self.written = True
+        self.keep_copy()
+
+    def keep_copy(self) -> None:
+        """Copy its contents unless they are copied."""
         if self.copy is None:
             self.copy = self.data.clone()
 

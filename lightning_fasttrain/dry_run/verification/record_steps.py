@@ -1,7 +1,6 @@
 """Run a few steps of a copy of a model, and record the results."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -15,11 +14,12 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_fasttrain.core.distributed import is_sharded
 from lightning_fasttrain.core.messages import explain, list_some
 from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.core.modules.wrapped_forward import patch, without_dropout
-from lightning_fasttrain.core.state.restore import remember
 from lightning_fasttrain.core.state.rng import random_state
+from lightning_fasttrain.core.state.step_state import StepState
 from lightning_fasttrain.data.normalizer.trial.runs import loss_of
 from lightning_fasttrain.dry_run.verification.digest import Digest, take_digest
 from lightning_fasttrain.dry_run.verification.short_run import Steps, copy_batch, run_steps, say_nothing, seed_step
@@ -310,11 +310,15 @@ class _Recorder(L.Callback):
 
 def _run_aside(module: L.LightningModule, run: Callable[[], object], training: bool = False) -> Any:
     """Return the result of ``run`` in evaluation or training, without dropout and side effects; None on error."""
-    restore_all = remember([module])
+    stay = not is_sharded(module)
+    state = StepState([module], parameters=stay)
+    if stay:
+        state.copy_all()  # training_step may write a teacher
     restore_log = patch(module, "log", say_nothing)
     restore_dropout = without_dropout(module)
     try:
-        with _mode(module, training), torch.no_grad():
+        module.train(training)
+        with torch.no_grad():
             seed_step(0)  # so that a step that draws, such as noise, has the same loss in every record
             return run()
     except (RuntimeError, TypeError, ValueError, AttributeError):  # many modules have no evaluation step
@@ -322,19 +326,7 @@ def _run_aside(module: L.LightningModule, run: Callable[[], object], training: b
     finally:
         restore_dropout()
         restore_log()
-        restore_all()
-
-
-@contextmanager
-def _mode(module: nn.Module, training: bool) -> Iterator[None]:
-    # Modes are kept one by one, since frozen submodules may stay in evaluation mode.
-    modes = [(each, each.training) for each in module.modules()]
-    module.train(training)
-    try:
-        yield
-    finally:
-        for each, mode in modes:
-            each.training = mode
+        state.restore()
 
 
 def _modes(module: nn.Module) -> dict[str, bool]:
