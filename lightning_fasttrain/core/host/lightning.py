@@ -236,7 +236,8 @@ class BackwardHooks:
         """Call ``on_before_backward`` at the first backward within only, and ``on_after_backward`` at none."""
         with ExitStack() as undo:
             for target in self._list_targets():
-                undo.callback(patch(target, "on_before_backward", _call_once(target.on_before_backward)))
+                if callable(target.on_before_backward):
+                    undo.callback(patch(target, "on_before_backward", _call_once(target.on_before_backward)))
                 undo.callback(patch(target, "on_after_backward", _call_nothing))
             yield
         self._is_held = True

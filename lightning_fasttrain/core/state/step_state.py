@@ -7,7 +7,7 @@ import random
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,13 +22,14 @@ from lightning_fasttrain.core.state.rng import random_state, set_random_state
 _PLAIN = (int, float, complex, str, bytes, type(None), enum.Enum, range, slice, torch.dtype, torch.device, torch.Size)
 _CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, types.CodeType)
 # What Lightning sets on a module, and hooks: restored, since models set them at their first forward, but not reported.
-_HOOKS = sorted(name for name in vars(nn.Module()) if "hooks" in name and name != "_is_full_backward_hook")
+_HOOKS = sorted(name for name in vars(nn.Module()) if name.endswith("hooks"))
 _OF_HOST = frozenset(vars(nn.Module())) - {"training"} | {
     "_trainer",
     "_fabric",
     "_fabric_optimizers",
     "_current_fx_name",
     "_compiled_call_impl",
+    "forward",  # set by techniques, which may find their modules in a step
 }
 _OF_DEEPSPEED = ("applied_pre_backward_ref_cnt", "ds_grads_remaining")  # counts of its hooks, which are not reported
 # Packages whose objects, other than containers, are not visited: loaders, optimizers, loggers, threads.
@@ -94,7 +95,7 @@ class StepState:
     def __init__(self, modules: Iterable[nn.Module], *, parameters: bool = True) -> None:
         self.unknown: list[str] = []
         self._generators = random_state()
-        self._held: list[_Held] = []
+        self._held: list[Any] = []  # each tells how it differs, and can be restored
         self._tensors: dict[int, _HeldTensor] = {}  # by storage
         self._visited: dict[int, object] = {}  # kept, so that no other object takes its id
         self._with_parameters = parameters
@@ -247,18 +248,6 @@ MISSING = object()  # stands for an attribute that is not there
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
-class _Held(Protocol):
-    """One object that was visited, and how it was."""
-
-    def differences(self) -> Iterator[tuple[str, Any]]:
-        """Yield name and present value of what differs."""
-        ...
-
-    def restore(self) -> None:
-        """Put it back."""
-        ...
-
-
 class _HeldTensor:
     def __init__(self, name: str, tensor: Tensor, *, copied: bool) -> None:
         self.name, self.tensor = name, tensor
@@ -356,7 +345,7 @@ class _HeldItems:
         for key in changed:
             if key in self.before:
                 self.items[key] = self.before[key]
-        if list(self.items) != list(self.before) and not self._ignored:
+        if list(self.items) != list(self.before) and self.items.keys() == self.before.keys():
             for key in list(self.items):
                 del self.items[key]
             for key, value in self.before.items():
@@ -371,8 +360,14 @@ class _HeldOnly(_HeldItems):
 
 
 class _HeldHooks(_HeldItems):
+    """Leaves the hooks of this package, whose techniques know that they are there."""
+
     def differences(self) -> Iterator[tuple[str, Any]]:
         return iter(())
+
+    def _is_ignored(self, key: object) -> bool:
+        hook = self.items.get(key)
+        return str(getattr(hook, "__module__", type(hook).__module__)).startswith("lightning_fasttrain.")
 
 
 class _HeldSequence:

@@ -197,18 +197,20 @@ def _judge_state(stage: Stage, mode: DeterministicStep, state: StepState, trial:
     It is scratch if every step writes it anew: after a second unsplit step it is the same, and what the first one left
     has no influence on the loss. A list that is filled and has none is reported only.
     """
-    if not stage.gradients:  # ranks with sharded parameters must run the same number of forwards
-        return replace(trial, state=names)
     whole, sample = trial.whole, trial.sample
-    state.restore()
-    for _ in range(2):
-        state.restore_generators()
-        again = _run_once(stage, mode, sample.whole, None, sample.size)
-    if again.entries.keys() != whole.entries.keys() or relative_difference(whole.values, again.values) > _SURE:
-        return replace(trial, state=names)
-    scratch = whole.left.keys() - list_other_state(whole.left, _read_state(stage, state))
+    scratch: set[str] = set()
+    settles = not stage.gradients  # ranks with sharded parameters must run the same number of forwards
+    if stage.gradients:
+        state.restore()
+        for _ in range(2):
+            state.restore_generators()
+            again = _run_once(stage, mode, sample.whole, None, sample.size)
+        settles = again.entries.keys() == whole.entries.keys()
+        settles = settles and relative_difference(whole.values, again.values) <= _SURE
+        if settles:
+            scratch = whole.left.keys() - list_other_state(whole.left, _read_state(stage, state))
     lasting = [name for name in names if name not in scratch]
-    filled = [name for name in lasting if isinstance(whole.left.get(name), list)]
+    filled = [name for name in lasting if settles and isinstance(whole.left.get(name), list)]
     return replace(trial, scratch=scratch, filled=filled, state=[name for name in lasting if name not in filled])
 
 
