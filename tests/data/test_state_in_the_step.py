@@ -246,3 +246,42 @@ class Counting(nn.Module):
 def test_what_no_split_can_keep_is_refused_by_its_name():
     with pytest.raises(ValueError, match=r"the step changes 'student\.calls', and would do so in each micro-batch"):
         train(Everywhere, [ft.MicroBatching(2)])
+
+
+class SlowTeacher(Teacher):
+    """It moves by less than a hundred-thousandth of its size in a step."""
+
+    def __init__(self):
+        super().__init__()
+        for parameter in self.teacher.parameters():
+            parameter.data *= 1.01
+
+    def write(self, one, other):
+        one.lerp_(other, 1e-4)
+
+
+def test_a_teacher_that_moves_by_a_millionth_is_updated_once_a_batch():
+    plain, ours = train(SlowTeacher, []), train(SlowTeacher, [ft.MicroBatching(4)])
+    moved = [value for name, value in plain.state_dict().items() if name.startswith("teacher.")]
+    kept = [value for name, value in ours.state_dict().items() if name.startswith("teacher.")]
+    assert max(float((a - b).abs().max()) for a, b in zip(moved, kept, strict=True)) < 1e-12
+
+
+class Renewed(Step):
+    """A codebook in a parameter, which is renewed only where few samples run together."""
+
+    def __init__(self):
+        super().__init__()
+        self.codes = nn.Parameter(torch.ones(4).double(), requires_grad=False)
+
+    def target(self, x):
+        if len(x) < 4:
+            self.codes.data.mul_(2)
+        return x[:, :4]
+
+
+def test_a_parameter_that_only_few_samples_write_is_restored_after_the_trial():
+    module = Renewed()
+    with pytest.raises(ValueError, match="the step changes 'codes'"):
+        ft.data.find_count(lambda batch: module.training_step(batch, 0), next(iter(LOADER)))
+    assert module.codes.tolist() == [1.0] * 4

@@ -374,12 +374,15 @@ class _Attributes:
         return [(name, copies.get(name, values.get(name, _MISSING))) for name in dict.fromkeys(written)]
 
 
+_MAKING = ("__init__", "__init_subclass__", "__setstate__")
+
+
 @cache
 def _sets_attributes(kind: type) -> bool:
     """Whether a method of a class, other than those that make one, sets attributes of anything."""
     if kind.__module__.startswith("torch.nn.modules."):
         return False
-    functions = [getattr(value, "__wrapped__", value) for name, value in vars(kind).items() if "init" not in name]
+    functions = [getattr(value, "__wrapped__", value) for name, value in vars(kind).items() if name not in _MAKING]
     return any(_stores(function.__code__) for function in functions if isinstance(function, FunctionType))
 
 

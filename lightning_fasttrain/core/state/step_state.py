@@ -33,33 +33,15 @@ _OF_HOST = frozenset(vars(nn.Module())) - {"training"} | {
 }
 _OF_DEEPSPEED = ("applied_pre_backward_ref_cnt", "ds_grads_remaining")  # counts of its hooks, which are not reported
 # Packages whose objects, other than containers, are not visited: loaders, optimizers, loggers, threads.
-_FOREIGN = {
-    "builtins",
-    "torch",
-    "lightning",
-    "pytorch_lightning",
-    "lightning_fasttrain",
-    "deepspeed",
-    "logging",
-    "threading",
-    "concurrent",
-    "queue",
-    "asyncio",
-    "multiprocessing",
-    "socket",
-    "subprocess",
-    "wandb",
-    "mlflow",
-    "tensorboard",
-    "tensorboardX",
-    "comet_ml",
-    "neptune",
-    "clearml",
-    "_thread",
-}
+_FOREIGN = frozenset(
+    """builtins torch lightning pytorch_lightning lightning_fasttrain deepspeed logging threading
+    concurrent queue asyncio multiprocessing socket subprocess wandb mlflow tensorboard tensorboardX
+    comet_ml neptune clearml _thread""".split()  # noqa: SIM905
+)
 _MOST_OBJECTS = 100_000  # that are visited; what a model holds is some hundreds of modules
 _MOST_ITEMS = 10_000  # of a container that are visited one by one
 _LARGE = 2**26  # bytes: such tensors are tables that a step mostly reads, and are copied when they are written
+_SMALL = 1e-5  # relative difference of values that were computed in other batches
 _DEEPEST = 12  # containers and objects inside one another
 
 
@@ -126,10 +108,9 @@ class StepState:
         """Return the names of tensors that were written or replaced, with about the values that they had."""
         names = []
         for held in self._tensors.values():
-            if held.is_written and held.data.is_floating_point():
-                before = held.data if held.copy is None else held.copy
-                if same_values(held.tensor.detach(), before, 1e-5):
-                    names.append(held.name)
+            is_written = held.is_written and held.data.is_floating_point()
+            if is_written and same_changes((held.before, held.before), (held.before, held.tensor.detach())):
+                names.append(held.name)
         return names
 
     def move_(self, names: Sequence[str]) -> None:
@@ -145,12 +126,12 @@ class StepState:
         """Return the names of what differs from this state."""
         return sorted(self.differences())
 
-    def differences(self) -> dict[str, Any]:
-        """Return name → a copy of the present value, for everything that differs from this state."""
-        found: dict[str, Any] = {}
+    def differences(self) -> dict[str, tuple[Any, Any]]:
+        """Return name → the value of this state and a copy of the present one, for everything that differs."""
+        found: dict[str, tuple[Any, Any]] = {}
         for held in self._held:
-            for name, value in held.differences():
-                found[name] = copy_value(value)
+            for name, before, now in held.differences():
+                found[name] = before, copy_value(now)
         return found
 
     def _visit_module(self, module: nn.Module, name: str) -> None:
@@ -268,9 +249,14 @@ class _HeldTensor:
         if self.copy is None:
             self.copy = self.data.clone()
 
-    def differences(self) -> Iterator[tuple[str, Any]]:
+    def differences(self) -> Iterator[tuple[str, Any, Any]]:
         if self.is_changed:
-            yield self.name, self.tensor
+            yield self.name, self.before, self.tensor
+
+    @property
+    def before(self) -> Tensor:
+        """Its contents as they were."""
+        return self.data if self.copy is None else self.copy
 
     @property
     def is_changed(self) -> bool:
@@ -288,9 +274,7 @@ class _HeldTensor:
 
     @property
     def _has_other_contents(self) -> bool:
-        if self.copy is None:
-            return False
-        return not _equal_tensors(self.data, self.copy)
+        return self.copy is not None and not _equal_tensors(self.data, self.copy)
 
     def restore(self) -> None:
         with torch.no_grad():
@@ -320,10 +304,10 @@ class _HeldItems:
         self.prefix, self.items, self.before, self._join = prefix, items, dict(before), join
         self._ignored = items.keys() - before.keys()
 
-    def differences(self) -> Iterator[tuple[str, Any]]:
+    def differences(self) -> Iterator[tuple[str, Any, Any]]:
         for key in self._changed():
             if key not in _OF_DEEPSPEED:
-                yield self._join(self.prefix, key), self.items.get(key, MISSING)
+                yield self._join(self.prefix, key), self.before.get(key, MISSING), self.items.get(key, MISSING)
 
     def _changed(self) -> list[Any]:
         changed = []
@@ -337,15 +321,13 @@ class _HeldItems:
 
     def restore(self) -> None:
         changed = self._changed()
-        if not changed:
-            return
-        # Removed and set one by one: update() of a Counter, for instance, adds. The order is kept where it can be.
+        # One by one: update() of a Counter, for instance, adds.
         for key in changed:
             self.items.pop(key, None)
         for key in changed:
             if key in self.before:
                 self.items[key] = self.before[key]
-        if list(self.items) != list(self.before) and self.items.keys() == self.before.keys():
+        if changed and self.items.keys() == self.before.keys():
             for key in list(self.items):
                 del self.items[key]
             for key, value in self.before.items():
@@ -362,7 +344,7 @@ class _HeldOnly(_HeldItems):
 class _HeldHooks(_HeldItems):
     """Leaves the hooks of this package, whose techniques know that they are there."""
 
-    def differences(self) -> Iterator[tuple[str, Any]]:
+    def differences(self) -> Iterator[tuple[str, Any, Any]]:
         return iter(())
 
     def _is_ignored(self, key: object) -> bool:
@@ -374,9 +356,9 @@ class _HeldSequence:
     def __init__(self, name: str, sequence: list[Any] | deque[Any]) -> None:
         self.name, self.sequence, self.before = name, sequence, list(sequence)
 
-    def differences(self) -> Iterator[tuple[str, Any]]:
+    def differences(self) -> Iterator[tuple[str, Any, Any]]:
         if len(self.sequence) != len(self.before) or not all(map(_same, self.sequence, self.before)):
-            yield self.name, self.sequence
+            yield self.name, self.before, self.sequence
 
     def restore(self) -> None:
         if next(self.differences(), None) is not None:
@@ -386,11 +368,11 @@ class _HeldSequence:
 
 class _HeldSet:
     def __init__(self, name: str, values: set[Any]) -> None:
-        self.name, self.values, self.before = name, values, set(values)
+        self.name, self.values, self.before = name, values, values.copy()
 
-    def differences(self) -> Iterator[tuple[str, Any]]:
+    def differences(self) -> Iterator[tuple[str, Any, Any]]:
         if self.values != self.before:
-            yield self.name, self.values
+            yield self.name, self.before, self.values
 
     def restore(self) -> None:
         if self.values != self.before:
@@ -403,14 +385,14 @@ class _HeldSlots:
         self.prefix, self.owner = prefix, owner
         self.before = {slot: getattr(owner, slot, MISSING) for slot in slots}
 
-    def differences(self) -> Iterator[tuple[str, Any]]:
+    def differences(self) -> Iterator[tuple[str, Any, Any]]:
         for slot, value in self.before.items():
             now = getattr(self.owner, slot, MISSING)
             if not _same(value, now):
-                yield self.prefix + slot, now
+                yield self.prefix + slot, value, now
 
     def restore(self) -> None:
-        for name, _ in list(self.differences()):
+        for name, *_ in list(self.differences()):
             slot = name.removeprefix(self.prefix)
             if self.before[slot] is MISSING:
                 object.__delattr__(self.owner, slot)
@@ -432,10 +414,10 @@ class _HeldGenerator:
             return self.generator.bit_generator.state
         return self.generator.get_state()
 
-    def differences(self) -> Iterator[tuple[str, Any]]:
+    def differences(self) -> Iterator[tuple[str, Any, Any]]:
         now = self._read()
         if not same_values(now, self.before):
-            yield self.name, now
+            yield self.name, self.before, now
 
     def restore(self) -> None:
         if isinstance(self.generator, random.Random):
@@ -450,9 +432,9 @@ class _HeldArray:
     def __init__(self, name: str, array: Any) -> None:
         self.name, self.array, self.before = name, array, array.copy()
 
-    def differences(self) -> Iterator[tuple[str, Any]]:
+    def differences(self) -> Iterator[tuple[str, Any, Any]]:
         if not same_values(self.array, self.before):
-            yield self.name, self.array
+            yield self.name, self.before, self.array
 
     def restore(self) -> None:
         self.array[...] = self.before
@@ -491,7 +473,9 @@ def copy_value(value: Any, depth: int = 0) -> Any:
         return value
     if isinstance(value, dict):
         return {key: copy_value(item, depth + 1) for key, item in value.items()}
-    if isinstance(value, list | deque | tuple):
+    if isinstance(value, deque | tuple):
+        return tuple(copy_value(item, depth + 1) for item in value)
+    if isinstance(value, list):
         return [copy_value(item, depth + 1) for item in value]
     if isinstance(value, set | frozenset):
         return set(value)
@@ -525,6 +509,26 @@ def same_values(one: Any, other: Any, tolerance: float = 0.0) -> bool:
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(same_values(*pair, tolerance) for pair in zip(one, other, strict=True))
     return _same(one, other) or (isinstance(one, set) and one == other)
+
+
+def same_changes(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
+    """Whether two changes (before, now) of one value are the same, up to rounding.
+
+    Numbers are compared relative to how far they moved: a teacher that is updated twice is off by its whole update, be
+    it a millionth of its size.
+    """
+    (before, now), (_, other_now) = one, other
+    if isinstance(now, float) and isinstance(other_now, float) and isinstance(before, float):
+        now, other_now, before = (torch.tensor(value, dtype=torch.float64) for value in (now, other_now, before))
+    are_floats = all(isinstance(value, Tensor) and value.is_floating_point() for value in (before, now, other_now))
+    if not (are_floats and before.shape == now.shape == other_now.shape):
+        return same_values(now, other_now, _SMALL)
+    first, second, start = (value.detach().double() for value in (now, other_now, before))
+    if not torch.equal(first.isnan(), second.isnan()):
+        return False
+    moved, missed = ((first - one).nan_to_num().norm() for one in (start, second))
+    rounding = 2 * torch.finfo(now.dtype).eps * first.nan_to_num().norm()
+    return bool(missed <= 1e-3 * moved + rounding)
 
 
 def _same(one: object, other: object) -> bool:

@@ -190,9 +190,7 @@ def _conclude(verdict: _Verdict, trial: Trial, count: Count, check: bool, may_sc
     if is_unchecked:
         _say_unchecked(split, trial.why_not)
         return split
-    if told.state and check:
-        changed = list_some(list(map(repr, told.state)))
-        raise CannotSplitError(f"the step changes {changed}, and would do so in each micro-batch", trial)
+    _judge_state(told.state, trial, check)
     error = trial.error(split.list_weights) if why_not and trial.splits else verdict.error
     if verdict.is_right:
         _refuse_what_this_step_cannot_use(split, trial, may_scale)
@@ -205,6 +203,16 @@ def _conclude(verdict: _Verdict, trial: Trial, count: Count, check: bool, may_sc
     else:
         warn(f"each micro-batch is weighted by {split}, with an error of {error:.1%}, which changes the training")
     return split
+
+
+def _judge_state(names: Sequence[str], trial: Trial, check: bool) -> None:
+    """Raises: CannotSplitError: micro-batches leave other state under these names; only a warning without ``check``."""
+    if not names or trial.statistics:  # of BatchNorm, which has been warned of, with its counters
+        return
+    why = f"the step changes {list_some(list(map(repr, names)))}, and would do so in each micro-batch"
+    if check:
+        raise CannotSplitError(why, trial)
+    warn(f"{why}, which changes the training")
 
 
 def _refuse_what_this_step_cannot_use(split: LossSplit, trial: Trial, may_scale: bool) -> None:

@@ -5,7 +5,7 @@ import itertools
 import math
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -104,8 +104,8 @@ class Run:
         terms: the terms of its loss.
         structure: the operations of its loss on scalars.
         logged: the scalars that it logged.
-        left: name → value of what it changed besides metrics: buffers, attributes, parameters that it wrote itself.
-            Read only after unsplit runs.
+        left: name → value before and after of what it changed besides metrics: buffers, attributes, parameters
+            that it wrote itself. Read only after unsplit runs.
         drawn: the states of Python's and NumPy's generators at its end.
     """
 
@@ -115,7 +115,7 @@ class Run:
     terms: tuple[ReadTerm, ...] = ()
     structure: tuple[str, ...] = ()
     logged: dict[str, LoggedValue] = field(default_factory=dict)
-    left: dict[str, Any] = field(default_factory=dict)
+    left: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
     drawn: tuple[Any, ...] = ()
 
     def keep(self, leaves: Sequence[Tensor]) -> None:

@@ -18,7 +18,7 @@ from torchmetrics import Metric
 
 from lightning_fasttrain.core.distributed import from_all_ranks, is_sharded
 from lightning_fasttrain.core.modules.wrapped_forward import patch, without_rounding
-from lightning_fasttrain.core.state.step_state import StepState, same_values
+from lightning_fasttrain.core.state.step_state import StepState, same_changes
 from lightning_fasttrain.data.normalizer.read_normalizers import read_normalizers, walk_graph
 from lightning_fasttrain.data.normalizer.trial.deterministic_step import (
     DeterministicStep,
@@ -45,6 +45,9 @@ from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample
 # Rounding is nearly always below the one, also in float32, and a real difference that it hides below the other.
 _SURE = 1e-5
 _UNSURE = 0.3
+
+
+Changes = Mapping[str, tuple[Any, Any]]  # name → the value before a run, and after it
 
 
 @dataclass(frozen=True)
@@ -142,9 +145,7 @@ def _try_sample(stage: Stage, sample: Sample, precision: str) -> Trial:
 def _try(stage: Stage, sample: Sample, precision: str, moved: Sequence[str] = ()) -> Trial:
     mode = DeterministicStep(precision)
     with _undone(stage, precision, moved) as state:
-        # Not the micro-batches, which write what the unsplit step writes: to watch takes time at each operation.
-        with _watched(stage, state):
-            whole = _run_once(stage, mode, sample.whole, None, sample.size)
+        whole = _run_once(stage, mode, sample.whole, None, sample.size)
         whole.left = _read_state(stage, state)
         # A teacher that still equals its student: nothing that a step does to it would be seen.
         unmoved: Sequence[str] = ()
@@ -210,17 +211,26 @@ def _judge_state(stage: Stage, mode: DeterministicStep, state: StepState, trial:
         if settles:
             scratch = whole.left.keys() - list_other_state(whole.left, _read_state(stage, state))
     lasting = [name for name in names if name not in scratch]
-    filled = [name for name in lasting if settles and isinstance(whole.left.get(name), list)]
+    filled = [name for name in lasting if settles and _is_list(whole.left.get(name))]
     return replace(trial, scratch=scratch, filled=filled, state=[name for name in lasting if name not in filled])
 
 
-def list_other_state(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+def list_other_state(one: Changes, other: Changes) -> list[str]:
     """Return the names of what two runs left differently; rounding does not count."""
-    names = dict.fromkeys((*one, *other))
-    return [name for name in names if not same_values(one.get(name), other.get(name), _SURE)]
+    different: list[str] = []
+    for name in dict.fromkeys((*one, *other)):
+        before = (one.get(name) or other[name])[0]
+        unchanged = before, before
+        if not same_changes(one.get(name, unchanged), other.get(name, unchanged)):
+            different.append(name)
+    return different
 
 
-def _read_state(stage: Stage, state: StepState) -> dict[str, Any]:
+def _is_list(change: tuple[Any, Any] | None) -> bool:
+    return change is not None and isinstance(change[1], list)
+
+
+def _read_state(stage: Stage, state: StepState) -> Changes:
     """Return what differs from ``state``, without metrics, whose values are weighted like logged ones."""
     found = state.differences()
     metrics = _name_metrics(stage.models)
@@ -261,16 +271,14 @@ def _undone(stage: Stage, precision: str, moved: Sequence[str] = ()) -> Iterator
             unmoved.move_(moved)
         state = StepState(stage.models, parameters=not _moves_parameters(stage))
         undo.callback(state.restore)
+        # Micro-batches too: a codebook may renew more of its unused codes where there are fewer samples.
+        undo.enter_context(nullcontext() if _moves_parameters(stage) else state.watch())
         yield state
 
 
 def _moves_parameters(stage: Stage) -> bool:
     """Whether parameters are replaced in a forward, as by strategies that shard them."""
     return any(map(is_sharded, stage.models))
-
-
-def _watched(stage: Stage, state: StepState) -> AbstractContextManager[object]:
-    return nullcontext() if _moves_parameters(stage) else state.watch()
 
 
 def _why_not(mode: DeterministicStep, trial: Trial, stage: Stage) -> str:
@@ -294,8 +302,7 @@ def run_again(stage: Stage, trial: Trial, micro_batch: int | None = None) -> Run
     sample = trial.sample
     batch, rows = (sample.whole, None) if micro_batch is None else sample.cuttings[0][micro_batch]
     with _undone(stage, trial.precision, trial.moved) as state:
-        with _watched(stage, state):
-            run = _run_once(stage, DeterministicStep(trial.precision), batch, rows, sample.size)
+        run = _run_once(stage, DeterministicStep(trial.precision), batch, rows, sample.size)
         run.left = _read_state(stage, state)
         return run
 
