@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_fasttrain.core.batch.leaves import batch_size, list_tensors
 from lightning_fasttrain.core.checks import PositiveInt, check_arguments
-from lightning_fasttrain.core.distributed import rank_count
+from lightning_fasttrain.core.distributed import from_all_ranks, rank_count
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.data.normalizer.count_targets import Count, CountRule, named_count
 from lightning_fasttrain.data.normalizer.find_count import stage_of
@@ -98,7 +98,7 @@ def accumulate_gradients(
     if trimming.is_asked_for:
         most = max(most, 2)  # a single micro-batch is trimmed, too
     call = _Call(step, n, count, check, backward, no_sync)
-    found = call.find(batch, most, trimming)
+    found = call.find([batch], most, trimming)
     for attempt in range(TRIES):
         if isinstance(found.split, Trunk):
             trimming.refuse_trunk(found.split)
@@ -173,7 +173,7 @@ def accumulate_window(
     most = sum(min(number, batch_size(batch)) for number, batch in zip(numbers, held, strict=True)) * rank_count()
     least = 2 if trimming.is_asked_for else 1  # a single micro-batch is trimmed, too
     call = _Call(step, max(*numbers, least), count, check, backward, no_sync, is_window=True)
-    found = call.find(held[0], max(most, least), trimming)
+    found = call.find(held, max(most, least), trimming)
     parts: list[Any] = []
     for number, batch in zip(numbers, held, strict=True):
         parts += call.cut(batch, number, found.trimming)
@@ -214,9 +214,20 @@ class _Call:
         self.count = named_count(self.count)
         self.stage = stage_of(self.step, self.no_sync)
 
-    def find(self, batch: object, most: int, trimming: TrimSearch) -> _Found:
-        """Return how the loss is split and its padding cut off; all ranks have ``most`` micro-batches together."""
+    def find(self, batches: Sequence[object], most: int, trimming: TrimSearch) -> _Found:
+        """Return how the loss is split and its padding cut off, as the first of the batches with targets shows it.
+
+        All ranks have ``most`` micro-batches together.
+        """
+        batch, *others = batches
         found = self._find_split(batch, most, trimming)
+        if self.is_window and most > 1 and is_guess(found.split):
+            # Ranks search together, and may hold different numbers of batches.
+            for place in range(max(from_all_ranks([len(others)]))):
+                batch = batches[min(place + 1, len(others))]
+                found = self._find_split(batch, most, trimming)
+                if not is_guess(found.split):
+                    break
         if self.n > 1 or trimming.is_asked_for:
             split = found.split if isinstance(found.split, LossSplit) else None
             found.trimming.look_at(lambda: self.stage, batch, split, self.n, self.check)

@@ -90,6 +90,11 @@ class HeadSearch:
         self.candidates: dict[str, ObservedHead] = {}
         self.told = False
 
+    @property
+    def has_seen_a_step(self) -> bool:
+        """Whether a backward has reached a candidate."""
+        return any(head.evidence.ended for head in self.candidates.values())
+
     def found(self) -> list[str]:
         return [name for name, head in self.candidates.items() if head.evidence.is_head]
 
@@ -112,7 +117,7 @@ class HeadSearch:
 
     def tell(self) -> None:
         """Warn once if there is no head when a second forward begins, unless a Trainer reports it."""
-        if self.told or not any(head.evidence.ended for head in self.candidates.values()):
+        if self.told or not self.has_seen_a_step:
             return
         reason = self.why_none()
         if reason is not None:
@@ -339,6 +344,10 @@ class FusedHead(WrappedForward):
     def is_fused(self) -> bool:
         """Whether it returns deferred logits, or will from its next call on."""
         return self.search is None or self.evidence.is_head
+
+    @property
+    def is_undecided(self) -> bool:
+        return self.search is not None and not self.search.has_seen_a_step
 
     @property
     def is_split(self) -> bool:

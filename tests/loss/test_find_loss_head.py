@@ -211,6 +211,25 @@ def test_in_a_trainer_the_weights_are_those_of_the_plain_run(kind, parts):
     assert fused_in(module) == []
 
 
+@pytest.mark.parametrize("kind", [Decoder, Autoregressive, Biased])
+def test_micro_batches_take_the_same_way_whether_the_head_is_named_or_found(kind):
+    """The head is found before the loss is tried, whose graph is another one from then on."""
+    ends, ways = [], []
+    for techniques in (
+        [],
+        [FusedLossHead(f"net.{HEADS[kind][0]}"), ft.MicroBatching(2)],
+        [FusedLossHead(), ft.MicroBatching(2)],
+    ):
+        module = Module(build(kind))
+        with heard() as said:
+            trainer(techniques).fit(module, as_loader(batches()))
+        ends.append(weights(module))
+        ways.append([line for line in said if "micro-batch" in line])
+    assert max(largest_difference(ends[0], end) for end in ends[1:]) <= 1e-6
+    assert "weighted by" in ways[1][0]
+    assert ways[1] == ways[2]
+
+
 class Bringing(ft.FastTrainMixin, Module):
     techniques = (FusedLossHead(),)
 

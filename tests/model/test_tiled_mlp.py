@@ -1,6 +1,7 @@
 """MLPs in tiles of tokens compute what they compute at once, and each parameter gets one gradient."""
 
 import copy
+import random
 import weakref
 from collections import Counter
 
@@ -267,6 +268,75 @@ class Counts(nn.Module):
         return self.out(x)
 
 
+class CountsInPython(nn.Linear):
+    def __init__(self):
+        super().__init__(D, D)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+
+class StartsWithoutMixing(nn.Module):
+    """Neighbouring tokens are convolved, by a kernel that is initialized to zero."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(D, F_), nn.Linear(F_, D)
+        self.near = nn.Conv1d(F_, F_, 3, padding=1, groups=F_)
+        self.initialize(self.near.weight)
+        nn.init.zeros_(self.near.bias)
+
+    initialize = staticmethod(nn.init.zeros_)
+
+    def forward(self, x):
+        h = F.gelu(self.up(x))
+        near = self.near(h.reshape(-1, *h.shape[-2:]).mT).mT
+        return self.down(h + near.reshape(h.shape))
+
+
+class StartsAsIdentity(StartsWithoutMixing):
+    """A kernel whose zeros are beside a one."""
+
+    @staticmethod
+    def initialize(weight):
+        nn.init.zeros_(weight)
+        weight.data[:, 0, 1] = 1.0
+
+
+class StartsUngated(nn.Module):
+    """All tokens are added, with a weight of 1 minus a parameter that is 1."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.own = nn.Linear(D, F_), nn.Linear(F_, D), nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        h = F.gelu(self.up(x))
+        return self.down(self.own * h + (1 - self.own) * h.mean(-2, keepdim=True))
+
+
+class SkipsByPython(nn.Linear):
+    def __init__(self):
+        super().__init__(D, D)
+
+    def forward(self, x):
+        return x if self.training and random.random() < 0.5 else super().forward(x)
+
+
+class SkipsByTorch(SkipsByPython):
+    def forward(self, x):
+        return x if self.training and torch.rand(()).item() < 0.5 else nn.Linear.forward(self, x)
+
+
+class DropsFeatures(SkipsByPython):
+    """One mask for all tokens."""
+
+    def forward(self, x):
+        return nn.Linear.forward(self, x) * F.dropout(torch.ones(D), 0.5, self.training)
+
+
 class Norm(nn.Module):
     def __init__(self):
         super().__init__()
@@ -319,10 +389,17 @@ class Closure(nn.Module):
         (Attends, "depends on other tokens"),
         (Norm, "depends on other tokens"),
         (Positions, "depends on its position"),
-        (Counts, "changes the buffer 'calls'"),
+        (Counts, "changes 'calls'"),
+        (CountsInPython, "changes 'calls'"),
         (Pools, "one row for each token"),
         (WritesIntoInput, "writes into its input in place"),
-        (Remembers, "keeps a tensor as 'last', which would be that of the last tile"),
+        (Remembers, "changes 'last'"),
+        (StartsWithoutMixing, "depends on other tokens"),
+        (StartsAsIdentity, "depends on other tokens"),
+        (StartsUngated, "depends on other tokens"),
+        (SkipsByPython, "random numbers for all tokens together"),
+        (SkipsByTorch, "random numbers for all tokens together"),
+        (DropsFeatures, "random numbers for all tokens together"),
         (Closure, "neither its parameter nor its first argument"),
     ],
 )

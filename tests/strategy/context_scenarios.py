@@ -59,6 +59,19 @@ class Rotary(nn.Module):
         return x + mixed.transpose(1, 2).flatten(2)
 
 
+class Gated(nn.Module):
+    """A block that adds the mean over its tokens, by a gate that is initialized to zero."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.gate = nn.Linear(16, 48), nn.Parameter(torch.zeros(16))
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query=q, key=k, value=v, is_causal=True)
+        return x + mixed.transpose(1, 2).flatten(2) + self.gate * x.mean(1, keepdim=True)
+
+
 class Stack(nn.Module):
     """Blocks between an embedding and a head."""
 
@@ -164,8 +177,8 @@ def in_fabric(found, folder):
 
 def refused(found):
     mine = base.batches_of("gpt", base.RANK // 2, 1)
-    turning = base.Net("gpt")
-    turning.net = Stack(Rotary)
+    turning, gated = base.Net("gpt"), base.Net("gpt")
+    turning.net, gated.net = Stack(Rotary), Stack(Gated)
     short = [{name: values[:, :2] for name, values in mine[0].items() if name != "labels"}]
     odd = [{name: values[:, :7] for name, values in mine[0].items() if name != "labels"}]
     for name, module, batches in (
@@ -173,6 +186,7 @@ def refused(found):
         ("eager", Llama(attn_implementation="eager"), mine),
         ("naive", base.Net("gpt", attention="naive"), mine),
         ("positions", turning, mine),
+        ("gated", gated, mine),
         ("odd", base.Net("gpt"), odd),
         ("single tokens", base.Net("gpt"), short),
         ("batches", base.Net("gpt"), base.batches_of("gpt", base.RANK, 1)),

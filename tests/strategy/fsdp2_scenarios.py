@@ -350,6 +350,7 @@ def techniques(found, folder):
         lambda: [ft.QLoRA(rank=2, kind="nf4")],
         lambda: [ft.finetune.IA3("up")],
         lambda: [ft.FusedLossHead("head")],
+        lambda: [ft.FusedLossHead(), ft.MicroBatching(3)],
         lambda: [ft.loss.Distillation(ShallowLM(depth=1), head="head")],
         lambda: [ft.ActivationCheckpointing(ft.model.SelectiveOps())],
         lambda: [ft.ActivationOffload(min_mib=0, folder=folder), ft.EagerGradientRelease(), ft.DevicePrefetch()],

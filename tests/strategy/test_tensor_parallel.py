@@ -429,6 +429,7 @@ def test_shares_of_sequences_train_clip_save_and_load_in_fabric(two):
         ("eager", "'net.model.layers.0' (LlamaDecoderLayer): it fails on a share of the tokens"),
         ("naive", "'net.blocks.0' (Block): its attention does not call torch.nn.functional.scaled_dot_product"),
         ("positions", "'net.blocks.0' (Rotary): its values for a share of the tokens differ by"),
+        ("gated", "'net.blocks.0' (Gated): its values for a share of the tokens differ by"),
         ("odd", "hidden states of shape (4, 7, 16): the 2 ranks of a group have equal shares"),
         ("single tokens", "sequences of 2 tokens: attention may take a single token"),
         ("batches", "a tensor or context group have different batches"),

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.modules.select import is_a
@@ -59,6 +60,31 @@ def local_part(tensor: Tensor) -> Tensor:
     if isinstance(tensor, DTensor):
         return tensor.to_local()
     return tensor
+
+
+def move_values(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return values near those of the parameters, each moved by up to 10%, or from 0 to about 0.1.
+
+    What a model computes with them shows what it may compute in training, where gates and kernels that are initialized
+    to 0 or 1 change. The values are the same in each call. Sharded parameters are moved in shards.
+
+    Example:
+        >>> [gate] = move_values([torch.zeros(2)])
+        >>> bool((gate > 0).all())
+        True
+    """
+    noise = torch.Generator().manual_seed(0)
+    found: list[Tensor] = []
+    for parameter in parameters:
+        local = local_part(parameter.detach())
+        if local.is_floating_point() and not is_traceable_wrapper_subclass(local):  # quantized ones
+            factor = 1 + 0.1 * (2 * torch.rand(local.shape, generator=noise) - 1)
+            local = torch.where(local == 0, factor.to(local) / 10, local * factor.to(local))
+        if isinstance(parameter, DTensor):
+            shape, stride = parameter.shape, parameter.stride()
+            local = DTensor.from_local(local, parameter.device_mesh, parameter.placements, shape=shape, stride=stride)
+        found.append(local)
+    return found
 
 
 def parameters_of_kinds(model: nn.Module, *kinds: type[nn.Module], recurse: bool = True) -> set[Tensor]:

@@ -84,6 +84,11 @@ class WrappedForward:
         """Whether it measures the module now, so that code around it must not be compiled."""
         return False
 
+    @property
+    def is_undecided(self) -> bool:
+        """Whether it decides by the next forward and backward what it does from then on."""
+        return False
+
     def inner(self, *args: object, **kwargs: object) -> Any:
         if self.previous is not None:
             return self.previous(*args, **kwargs)

@@ -14,6 +14,7 @@ from lightning_fasttrain.core.checks import one_of, positive_int
 from lightning_fasttrain.core.host.lightning import decide_when_accumulation_continues, is_last_batch_taken
 from lightning_fasttrain.core.host.zero_steps import unwrap_optimizer
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.data.closure.micro_batch_closure import BatchClosures
 from lightning_fasttrain.data.normalizer.count_targets import (
@@ -23,6 +24,7 @@ from lightning_fasttrain.data.normalizer.count_targets import (
     rule_in,
     rule_state,
 )
+from lightning_fasttrain.data.normalizer.find_split import CannotSplitError
 from lightning_fasttrain.data.normalizer.micro_batch_weights import Number
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit
 from lightning_fasttrain.data.step_gradients import own_scaling, scale_gradients_
@@ -100,6 +102,7 @@ class TokenWeightedAccumulation(Technique):
     def _begin_window(self) -> None:
         self._batches = 0
         self._targets: Number = 0
+        self._uncounted = False  # whether batches whose samples showed no targets have a gradient
 
     def factor_at(self, when: int) -> int:
         """Return the factor at an epoch or optimizer step, depending on the schedule's unit."""
@@ -226,6 +229,7 @@ class TokenWeightedAccumulation(Technique):
         assert self._trainer is not None
         self._targets = self._targets + targets
         self._batches += 1
+        self._refuse_uncounted(optimizer)
         if self._window_continues():
             return
         if self.found is not None and self.found.is_sum:
@@ -236,6 +240,20 @@ class TokenWeightedAccumulation(Technique):
             self._targets = strategy.reduce(targets, reduce_op="mean")
         scale_gradients_(optimizer, self.reference, self._targets, self._trainer.strategy)
         self._begin_window()
+
+    def _refuse_uncounted(self, optimizer: Optimizer) -> None:
+        """Raises: CannotSplitError: a batch without targets in the tried samples has a gradient, at an unknown weight.
+
+        It has none where the batch has no targets, and the right one where losses turn out to be sums.
+        """
+        if self.found is None or (self.found.is_sum and not self.found.counts_nothing):
+            return
+        if self.found.counts_nothing:
+            gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
+            self._uncounted = any(bool(gradient.any()) for gradient in gradients)  # seldom reached; waits for a device
+        elif self._uncounted:
+            why = "the first batches of the window have targets, but not in the samples that were tried"
+            raise CannotSplitError(why)
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Hook: save the gradient so far inside a window (averaged over ranks, as DDP will do)."""

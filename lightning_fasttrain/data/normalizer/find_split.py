@@ -81,6 +81,8 @@ def find_split(
         if not judged.is_right:
             why = judged.why_not or "samples of a batch depend on one another if their weights or masks differ"
             verdict = _Verdict(verdict.trial, why_not=why)
+        elif verdict.is_right:
+            verdict = _add_divisor(verdict, judged, trial, preferred)
     # Ranks that split a batch in different ways would wait for one another.
     if together:
         verdict = _find_worst(from_all_ranks([verdict]))
@@ -145,11 +147,28 @@ def _try_altered(verdict: _Verdict, trial: Trial, stage: Stage) -> list[Trial]:
     samples = list_altered(trial.sample, ignored.pop() if len(ignored) == 1 else None)
     altered: list[Trial] = []
     for sample in samples:
-        tried = try_split(stage, iter([sample]), trial.precision)
+        tried = try_split(replace(stage, in_turn=False), iter([sample]), trial.precision)
         # A step may fail on such values.
         if not tried.why_not and tried.precision == trial.precision:
             altered.append(tried)
     return altered
+
+
+def _add_divisor(verdict: _Verdict, altered: _Verdict, trial: Trial, preferred: CountRule | None) -> _Verdict:
+    """Return the verdict with the divisor that altered samples show, where it was 1 in all runs of the others.
+
+    A count that is kept from zero, as by ``clamp(min=1)``, is 1 in samples of which only one counts.
+    """
+    assert verdict.read is not None
+    assert altered.read is not None
+    if verdict.read.term is not None or altered.read.term is None or verdict.read.structure != altered.read.structure:
+        return verdict
+    error = trial.error(LossSplit(altered.read, None).list_weights)
+    if error > verdict.limit:
+        return verdict
+    matched = match_rules(altered.read, trial, preferred)
+    rules = {rule: scale for rule, scale in altered.rules.items() if rule in matched}
+    return replace(verdict, read=altered.read, rules=rules, error=error)
 
 
 def _find_worst(verdicts: Sequence[_Verdict]) -> _Verdict:

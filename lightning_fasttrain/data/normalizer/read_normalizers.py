@@ -341,6 +341,11 @@ def signed(value: int) -> int:
 _LOOKED_THROUGH = frozenset("Neg Sum View UnsafeView ReshapeAlias ToCopy Unsqueeze Squeeze Expand".split())  # noqa: SIM905
 
 
+def _is_for_each(factor: Tensor, node: object) -> bool:
+    """Whether a factor has a value for each element of a node's output, which may be a single one."""
+    return factor.numel() > 1 or (factor.ndim > 0 and shape_of(node, 0).numel() == 1)
+
+
 def count_summed(node: object) -> Number | None:
     """Return the number of elements that a sum is over, or the sum of their weights, if its graph shows a mask.
 
@@ -362,7 +367,8 @@ def count_summed(node: object) -> Number | None:
             return shape_of(node, 0).numel()
         if operation == "Mul":
             mask = node._saved_self if node._saved_other is None else node._saved_other
-            if isinstance(mask, Tensor) and mask.numel() > 1 and not mask.requires_grad:
+            # One number for several elements is a factor.
+            if isinstance(mask, Tensor) and _is_for_each(mask, node) and not mask.requires_grad:
                 return mask.sum()
         if operation == "MaskedFill":
             return (~node._saved_mask).sum()

@@ -181,6 +181,11 @@ class LossSplit:
             return self.read.term is None
         return self.count == CountRule("sum")
 
+    @property
+    def counts_nothing(self) -> bool:
+        """Whether the samples showed neither a gradient nor a divisor that depends on them, as without targets."""
+        return self.provisional and self.read is not None and self.is_sum
+
     def count_in(self, run: Run) -> float | None:
         """Return the count of a run by this rule; None where losses are added unweighted, or it does not apply."""
         if self.is_sum or (self.read is not None and run.structure != self.read.structure):

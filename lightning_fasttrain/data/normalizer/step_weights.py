@@ -123,6 +123,8 @@ class StepWeights:
     @property
     def total(self) -> Number:
         """The normalizer of the unsplit step's loss."""
+        if self.reference is not None and self.split.counts_nothing:
+            return 0  # beside the other batches of its window
         counted = add_counts(self.counts)
         if self.known is not None or self.split.read is None or _is_zero(counted):
             return counted

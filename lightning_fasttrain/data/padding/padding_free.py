@@ -84,7 +84,7 @@ def _try_rows(stage: Stage, batch: object, wrappers: Sequence[PackedForward]) ->
     for wrapper in wrappers:
         wrapper.ran = False
     ranked = rank_rows(batch, batch_size(batch))
-    trying = replace(stage, step=step)
+    trying = replace(stage, step=step, in_turn=False)
     for count in (4, 2):  # two where four do not fit in memory
         rows = ranked[:count]
         sample = Sample(pick_rows(batch, rows), len(rows), [[(pick_rows(batch, rows), None)]])

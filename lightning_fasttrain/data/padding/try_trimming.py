@@ -146,7 +146,7 @@ def _try_together(
 def _try(stage: Stage, batch: object, split: LossSplit, padding: Padding, most_rows: int, multiple_of: int) -> Outcome:
     extents = padding.read(batch)
     assert extents is not None
-    tried = _Rows(stage, batch, split, extents, most_rows)
+    tried = _Rows(replace(stage, in_turn=False), batch, split, extents, most_rows)
     outcome, has_failed = tried.try_multiple(1)
     # Models that need a multiple of some length are tried with that, all others with the exact lengths.
     if has_failed and stage.gradients and multiple_of > 1:

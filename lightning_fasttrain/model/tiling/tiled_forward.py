@@ -1,18 +1,21 @@
 """A forward that runs on one tile of tokens after the other, and again, tile by tile, in the backward."""
 
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from lightning_fasttrain.core.distributed import is_sharded
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.parameters import move_values
 from lightning_fasttrain.core.modules.recomputation import (
     RecomputedForward,
     refuse_second_derivative,
@@ -21,6 +24,7 @@ from lightning_fasttrain.core.modules.recomputation import (
 from lightning_fasttrain.core.modules.select import layers_of
 from lightning_fasttrain.core.state.restore import Surroundings
 from lightning_fasttrain.core.state.rng import keep_random_state
+from lightning_fasttrain.core.state.step_state import StepState
 
 _TOKENS = 8  # two sequences of four
 _KEPT = [2, 5]  # one of each, between others: attention may be causal
@@ -42,7 +46,9 @@ def why_tokens_mix(
     """Return why ``module`` cannot run on tiles of tokens; "" if it can, and None if it could not be run at all.
 
     The module runs on two sequences of four random tokens, without a trace. Other tokens are then changed, and a tile
-    is run alone: in neither case may the output of a token change.
+    is run alone: in neither case may the output of a token change. Trained parameters are moved a little before, so
+    that a mixing of tokens that is initialized to zero, as by a gate, shows. Random numbers must be drawn for each
+    token, as by dropout.
 
     Args:
         module: the module.
@@ -91,32 +97,73 @@ def _try_width(module: nn.Module, run: Callable[[Tensor], object], like: Tensor,
     tile = first[2:5].reshape(*(1,) * (len(lead) - 1), 3, width)
 
     written: list[bool] = []
+    drawn: list[_Draws] = []
 
     def leaves(tokens: Tensor) -> list[Any]:
         given = tokens.clone()
-        with keep_random_state():  # the same masks of dropout for both
+        with keep_random_state(), _Draws() as draws:  # the same masks of dropout for both
             outputs = tree_leaves(run(given))
+            draws.note_generators()
+        drawn.append(draws)
         written.append(not torch.equal(given, tokens))
         return outputs
 
     try:
-        with _without_trace(module, training=True) as (changed, stored):
-            whole, others = leaves(first.reshape(shape)), leaves(mixed.reshape(shape))
+        with _without_trace(module, training=True):
+            leaves(tile)  # a quantized layer, for example, sets some attributes once
+            state = StepState([module])
+            with state.watch():
+                whole, others = leaves(first.reshape(shape)), leaves(mixed.reshape(shape))
+            changed = state.changed()
         with _without_trace(module, training=False):
             still, alone = leaves(first.reshape(shape)), leaves(tile)
     except Exception:  # it needs other arguments, or another width
         return None
     if any(written):
         return "it writes into its input in place"
-    if stored:
-        return f"its forward keeps a tensor as '{stored[0]}', which would be that of the last tile"
     if changed:
-        return f"its forward changes the buffer '{changed[0]}', which every tile would do"
+        return f"its forward changes '{changed[0]}', which every tile would do"
     if same_width and not (len(whole) == 1 and _is_as_wide(whole[0], width)):
         return "it does not return one vector as wide as its input for each token"
+    if not drawn[0].are_for_tokens(3, drawn[1], _TOKENS):
+        return "it draws random numbers for all tokens together, which each tile would draw anew"
     axes = min(len(lead), 2 + len(outer))
     reasons = [_compare(*outputs, axes=axes) for outputs in zip(whole, others, still, alone, strict=True)]
     return next(filter(None, reasons), "")
+
+
+class _Draws(TorchDispatchMode):
+    """Records how many random numbers each operator draws, and whether Python or NumPy do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: list[int] = []
+        self._before = _read_generators()
+        self.outside_torch = False
+
+    def __torch_dispatch__(self, func: Any, types: object, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            tensors = filter(torch.is_tensor, tree_leaves(result))
+            self.counts.append(max(map(Tensor.numel, tensors)))
+        return result
+
+    def note_generators(self) -> None:
+        """Compare the generators of Python and NumPy with those at the beginning."""
+        self.outside_torch = _read_generators() != self._before
+
+    def are_for_tokens(self, tokens: int, other: "_Draws", others: int) -> bool:
+        """Whether this run on ``tokens`` tokens and another one on ``others`` drew as many numbers for each token."""
+        if self.outside_torch or other.outside_torch:
+            return False
+        if len(self.counts) != len(other.counts):
+            return False
+        return all(mine * others == theirs * tokens for mine, theirs in zip(self.counts, other.counts, strict=True))
+
+
+def _read_generators() -> tuple[Any, ...]:
+    numpy: Any = np.random.get_state()
+    return random.getstate(), numpy[1].tobytes(), numpy[2]
 
 
 def _is_as_wide(output: object, width: int) -> bool:
@@ -142,43 +189,17 @@ def _compare(whole: Any, others: Any, still: Any, alone: Any, *, axes: int) -> s
 
 
 @contextmanager
-def _without_trace(module: nn.Module, *, training: bool) -> Iterator[tuple[list[str], list[str]]]:
-    """Set a mode, and let no parameter require a gradient; afterwards everything is as before.
-
-    Yields:
-        The names of the buffers that have changed, and of attributes with another tensor, once the block has ended.
-    """
-    modes = {part: part.training for part in module.modules()}
-    before, changed = dict(module.named_buffers()), []
-    attributes, stored = _tensor_attributes(module), []
+def _without_trace(module: nn.Module, *, training: bool) -> Iterator[None]:
+    """Set a mode, and let moved values stand for trained parameters; afterwards everything is as before."""
     places = find_trainable(module)
-    module.train(training)
-    try:
-        with (
-            _disable_current_modes(),  # a checkpoint around it would count the trial's operators
-            torch.enable_grad(),
-            RecomputedForward(module).leaving_no_trace(),  # the module has copies of its buffers
-            in_place_of(places, list(map(Tensor.detach, places))),
-        ):
-            yield changed, stored
-            now = _tensor_attributes(module)
-            stored += [name for name, tensor in now.items() if attributes.get(name) is not tensor]
-            for name, buffer in module.named_buffers():
-                if not torch.allclose(buffer, before[name], rtol=0, atol=0, equal_nan=True):
-                    changed.append(name)
-    finally:
-        for part, mode in modes.items():
-            part.training = mode
-
-
-def _tensor_attributes(module: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors among the attributes of all modules inside, which are no parameters or buffers."""
-    found: dict[str, Tensor] = {}
-    for prefix, part in module.named_modules():
-        for key, value in vars(part).items():
-            if isinstance(value, Tensor):
-                found[f"{prefix}.{key}".lstrip(".")] = value
-    return found
+    with _disable_current_modes(), torch.enable_grad():  # a checkpoint around it would count the trial's operators
+        state = StepState([module])
+        try:
+            with state.watch(), in_place_of(places, move_values(places)):
+                module.train(training)
+                yield
+        finally:
+            state.restore()
 
 
 # The modules and keys under which each parameter is registered: several for a tied one.

@@ -209,7 +209,11 @@ def _to_float64(tensor: Tensor) -> Tensor:
 
 def autocast_device() -> str | None:
     """Return the device type for which autocast is on."""
-    return next((kind for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)), None)
+    if torch.is_autocast_enabled("cuda"):  # not a loop: asked in each operation
+        return "cuda"
+    if torch.is_autocast_enabled("cpu"):
+        return "cpu"
+    return None
 
 
 def _without_floats(args: Sequence[object]) -> list[Any]:

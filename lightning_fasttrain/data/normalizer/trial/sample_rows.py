@@ -72,8 +72,8 @@ def list_altered(sample: Sample, ignored: int | None = None) -> Iterator[Sample]
 
     A loss that is a sum over samples is one for any samples, weights and masks, so a rule must hold for these, too.
     Masks lose some entries, and other values are multiplied by a different factor in each row. Some labels of each row
-    become ``ignored``, which distinguishes a mean over targets from one over samples. Yields nothing where the
-    micro-batches are not rows.
+    become ``ignored``, which distinguishes a mean over targets from one over samples. Each is split in one way. Yields
+    nothing where the micro-batches are not rows, or nothing can be altered.
 
     Args:
         sample: a sample whose micro-batches are rows.
@@ -88,7 +88,10 @@ def list_altered(sample: Sample, ignored: int | None = None) -> Iterator[Sample]
         return
     if sample.size == 2:
         yield _cut_as(sample, pick_rows(sample.whole, [0, 0]))
-    yield _cut_as(sample, walk_leaves(sample.whole, _alter, "batch"))
+    altered = walk_leaves(sample.whole, _alter, "batch")
+    before, after = list_leaves(sample.whole), list_leaves(altered)
+    if any(after[path] is not leaf for path, leaf in before.items()):
+        yield _cut_as(sample, altered)
     labels = find_labels(sample.whole)[1]
     if ignored is not None and labels is not None and _may_hold(labels, ignored):
         fewer = labels.masked_fill(~_pattern(labels), ignored)
@@ -115,10 +118,8 @@ def _alter(leaf: object, path: str) -> Any:
 
 
 def _cut_as(sample: Sample, whole: object) -> Sample:
-    slices: list[list[Rows]] = []
-    for cutting in sample.cuttings:
-        slices.append([rows for _, rows in cutting if rows is not None])
-    return _cut(whole, sample.size, slices)
+    slices = [rows for _, rows in sample.cuttings[0] if rows is not None]
+    return _cut(whole, sample.size, [slices])
 
 
 def _cut(whole: object, size: int, slices: Sequence[Sequence[Rows]]) -> Sample:

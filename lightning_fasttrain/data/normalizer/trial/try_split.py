@@ -17,7 +17,7 @@ from torch.autograd.graph import _engine_run_backward
 from torchmetrics import Metric
 
 from lightning_fasttrain.core.distributed import from_all_ranks, is_sharded
-from lightning_fasttrain.core.modules.wrapped_forward import patch, without_rounding
+from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, patch, without_rounding, wrappers_in
 from lightning_fasttrain.core.state.step_state import StepState, same_changes
 from lightning_fasttrain.data.normalizer.read_normalizers import read_normalizers, walk_graph
 from lightning_fasttrain.data.normalizer.trial.deterministic_step import (
@@ -60,7 +60,8 @@ class Stage:
         context: entered around every run, for instance to disable gradient synchronization.
         gradients: whether gradients can be computed; otherwise only losses are compared.
         may_skip: whether the step may return None to skip a batch.
-        in_turn: whether micro-batches of a batch run one after another, each on the state that the one before has left.
+        in_turn: whether micro-batches of a batch run one after another, each on the state that the one before has left,
+            so that the trial shows what of it differs from the unsplit step's.
         may_scale: whether gradients can be scaled before they are used, so that the total need not be known beforehand.
     """
 
@@ -99,13 +100,13 @@ def distinguish_rounding(stage: Stage, trial: Trial, error_of: Callable[[Trial],
     # Ranks with sharded parameters must run the same number of forwards.
     if not stage.gradients or trial.limit <= FLOAT64 or not _SURE < error_of(trial) <= _UNSURE:
         return trial
-    precise = try_split(stage, iter([trial.sample]), "float64")
+    precise = try_split(replace(stage, in_turn=False), iter([trial.sample]), "float64")
     if precise.precision != "float64" or precise.why_not:
         return trial
     # It must change rounding alone: kernels of quantized layers, for instance, do not support it.
     one, other = trial.whole.values, precise.whole.values
     if one.shape == other.shape and relative_difference(one, other) <= 0.1:
-        return precise
+        return replace(precise, scratch=trial.scratch, filled=trial.filled, state=trial.state)
     return trial
 
 
@@ -145,11 +146,14 @@ def _try_sample(stage: Stage, sample: Sample, precision: str) -> Trial:
 def _try(stage: Stage, sample: Sample, precision: str, moved: Sequence[str] = ()) -> Trial:
     mode = DeterministicStep(precision)
     with _undone(stage, precision, moved) as state:
+        if stage.gradients and _is_undecided(stage):  # runs before and after are not comparable
+            _run_once(stage, mode, sample.whole, None, sample.size)
+            state.restore()
         whole = _run_once(stage, mode, sample.whole, None, sample.size)
         whole.left = _read_state(stage, state)
         # A teacher that still equals its student: nothing that a step does to it would be seen.
         unmoved: Sequence[str] = ()
-        if stage.gradients and not moved:
+        if stage.gradients and stage.in_turn and not moved:
             unmoved = state.list_unchanged_writes()
         if not unmoved:
             trial = _try_micro_batches(stage, mode, state, sample, whole)
@@ -163,6 +167,12 @@ def _try(stage: Stage, sample: Sample, precision: str, moved: Sequence[str] = ()
     trial.in_float32 = mode.in_float32
     trial.why_not = _why_not(mode, trial, stage)
     return trial
+
+
+def _is_undecided(stage: Stage) -> bool:
+    """Whether a technique decides by the next run what it does in later ones, as where a head is not named."""
+    wrappers = itertools.chain.from_iterable(wrappers_in(model, WrappedForward) for model in stage.models)
+    return any(wrapper.is_undecided for wrapper in wrappers)
 
 
 def _try_micro_batches(stage: Stage, mode: DeterministicStep, state: StepState, sample: Sample, whole: Run) -> Trial:

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from lightning_fasttrain.architecture.auxiliary_loss import ForwardWithLoss, ModuleWithLoss
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.parameters import move_values
 from lightning_fasttrain.core.modules.select import class_if_imported
 from lightning_fasttrain.core.modules.wrapped_forward import (
     WrappedForward,
@@ -21,6 +22,7 @@ from lightning_fasttrain.core.modules.wrapped_forward import (
 from lightning_fasttrain.core.state.rng import keep_random_state
 from lightning_fasttrain.data.padding.packed_forward import PackedForward
 from lightning_fasttrain.finetune.frozen_cache.cached_forward import CachedForward
+from lightning_fasttrain.model.tiling.tiled_forward import find_trainable, in_place_of
 from lightning_fasttrain.strategy.tensor_parallel.attention_and_mlp import is_attention
 from lightning_fasttrain.strategy.tensor_parallel.divided_tokens.exchange_heads import (
     ExchangedAttention,
@@ -199,12 +201,15 @@ class DividedBlock(WrappedForward):
 
     def _difference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
         """Return the largest relative difference of a token's queries, keys, values and hidden states."""
-        with RecordedAttention() as undivided:
+        places = find_trainable(self.module)
+        # A mixing of tokens that is initialized to zero, as by a gate, shows with other values.
+        moved = move_values(places)
+        with RecordedAttention() as undivided, in_place_of(places, moved):
             whole_args, whole_kwargs = replace_hidden(args, kwargs, lambda hidden: gather_tokens(hidden, self.group))
             expected = self.inner(*whole_args, **whole_kwargs)
         args, kwargs = self._divide(args, kwargs)
         try:
-            with self.attention, RecordedAttention() as divided:  # before they are exchanged
+            with self.attention, RecordedAttention() as divided, in_place_of(places, moved):  # before they are exchanged
                 found = self.inner(*args, **kwargs)
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError):
