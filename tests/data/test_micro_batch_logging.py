@@ -210,6 +210,52 @@ def test_a_micro_batch_without_targets_settles_a_value_that_was_0():
     assert expected[1]["value_step"] == expected[1]["value_step"]  # it is not NaN
 
 
+# z logits, y labels: over all rows, over rows with labels, and sums; each is 0 where no row is right.
+OVER_ROWS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "all": lambda z, y: (z.argmax(-1) == y).float().mean(),
+    "labelled": lambda z, y: (z.argmax(-1) == y)[y != -100].float().mean(),
+    "clamped": lambda z, y: (z.argmax(-1) == y).sum() / (y != -100).sum().clamp(min=1),
+    "hits": lambda z, y: (z.argmax(-1) == y).float().sum(),
+    "labels": lambda z, y: float((y != -100).sum()),
+}
+
+
+class OverRows(L.LightningModule):
+    """Logs accuracies of a model that is seldom right, beside a loss over the rows with labels."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net, self.logged = torch.nn.Linear(4, 3), []
+
+    def training_step(self, batch, batch_idx):
+        x, labels = batch
+        z = self.net(x)
+        for name, write in OVER_ROWS.items():
+            self.log(name, write(z, labels))
+        return F.cross_entropy(z, labels, ignore_index=-100)
+
+    def on_train_batch_end(self, *_):
+        self.logged.append({name: self.trainer.callback_metrics[name].item() for name in OVER_ROWS})
+
+    def configure_optimizers(self):
+        return sgd(self.parameters())
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("seed", range(6))
+def test_values_over_all_rows_are_those_of_the_unsplit_step_where_rows_have_no_labels(seed, n):
+    """Values are 0 in the rows that are tried at first, and rows that are tried later may have no finite loss."""
+    g = torch.Generator().manual_seed(seed)
+    x, labels = torch.randn(3, 10, 4, generator=g), torch.randint(3, (3, 10), generator=g)
+    labels[torch.rand(3, 10, generator=g) < 0.4] = -100
+    plain, module = OverRows(), OverRows()
+    for one, techniques in ((plain, []), (module, [ft.MicroBatching(n)])):
+        trainer(techniques).fit(one, as_loader(list(zip(x, labels, strict=True))))
+    for expected, seen in zip(plain.logged, module.logged, strict=True):
+        assert seen == pytest.approx(expected, abs=1e-6)
+
+
 def test_running_samples_once_more_leaves_the_training_as_it_was():
     torch.manual_seed(5)
     ends = []

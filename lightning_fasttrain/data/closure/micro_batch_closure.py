@@ -5,10 +5,9 @@ would be erased. Here the closure of a batch is ``zero_grad`` → (``training_st
 strategy's own methods, so that autocast, loss scaling, forward redirection and profiling work as usual.
 """
 
-import itertools
 import operator
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
@@ -44,7 +43,7 @@ from lightning_fasttrain.data.normalizer.micro_batch_weights import Number
 from lightning_fasttrain.data.normalizer.split_rule import LogRules, LossSplit, OtherSplitError, match_log_rules
 from lightning_fasttrain.data.normalizer.step_weights import DeferredFlag, StepWeights
 from lightning_fasttrain.data.normalizer.trial.runs import loss_of
-from lightning_fasttrain.data.normalizer.trial.sample_rows import sample_pairs
+from lightning_fasttrain.data.normalizer.trial.sample_rows import sample_groups
 from lightning_fasttrain.data.normalizer.trial.try_split import Looks, Stage, try_split
 from lightning_fasttrain.data.out_of_memory import CollectivesWatch, FurtherSavings, Together, split_until_it_fits
 from lightning_fasttrain.data.padding.trim_search import Parts, TrimSearch, WholeParts
@@ -107,7 +106,7 @@ class Window(Counting, Protocol):
 
 
 _MOST_LOG_LOOKS = 8  # batches in which samples run again to decide the weights of a logged value
-_MOST_PAIRS = 4
+_MOST_GROUPS = 16
 
 
 class SplitSearch:
@@ -198,7 +197,7 @@ class SplitSearch:
         """Decide how logged values are weighted where the rules that matched so far differ in this batch.
 
         A value may be the same in all samples of the first batch, such as an accuracy of 0 before training, and then
-        any rule matches. A few pairs of samples are run from the micro-batches with the largest and the smallest value.
+        any rule matches. A few rows are run of the micro-batches with the largest and the smallest value.
         """
         is_possible = self.micro is not None and self.micro.split is split_batch and self.trainer.world_size == 1
         if not is_possible or self._log_looks == _MOST_LOG_LOOKS:
@@ -215,16 +214,23 @@ class SplitSearch:
                 differing.append(name)
         if differing:
             self._log_looks += 1
-            # One name is enough to choose rows: what differs in one value mostly differs in the others.
-            first, second = _pick_rows(cut, logs.seen[differing[0]])
-            rules = dict(self.split.log_rules)
             with self._looks.timed():
-                for pair in sample_pairs(batch, first[:_MOST_PAIRS], itertools.cycle(second)):
-                    trial = try_split(self._stage(rest), iter([pair]))
-                    for name in differing:
-                        rules[name] = match_log_rules(self.split, name, rules[name], [trial])
-            self._use(replace(self.split, log_rules=rules))
+                self._try_log_rules(batch, cut, rest, logs, differing)
         return self.split.log_rules
+
+    def _try_log_rules(self, batch: object, cut: Parts, rest: list[Any], logs: BatchLogs, names: Sequence[str]) -> None:
+        """Run rows of a batch until the rules that are left for each of these names give one value."""
+        stage, tries = replace(self._stage(rest), in_turn=False), 0
+        for name in names:
+            for sample in sample_groups(batch, _pick_groups(cut, logs.seen[name])):
+                differ = logs.compare_rules(name)
+                if differ is None or not differ or tries == _MOST_GROUPS:
+                    break
+                tries += 1
+                trial = try_split(stage, iter([sample]))
+                matching = {one: match_log_rules(self.split, one, logs.rules[one], [trial]) for one in names}
+                logs.rules = {**logs.rules, **matching}
+        self._use(replace(self.split, log_rules=logs.rules))
 
     @property
     def runs_in_lockstep(self) -> bool:
@@ -291,11 +297,22 @@ class SplitSearch:
         return list(filter(None, (self.micro, self.window)))
 
 
-def _pick_rows(cut: Parts, seen: Sequence[LogCall]) -> tuple[list[int], list[int]]:
-    """Return rows of the micro-batches that logged the largest and the smallest value."""
+def _pick_groups(cut: Parts, seen: Sequence[LogCall]) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield pairs of groups of rows from the micro-batches that logged the largest and the smallest value.
+
+    Together they are no larger than a micro-batch of several rows. Rows and the same rows again have twice the sum and
+    the same mean; the others tell apart what a mean is over.
+    """
     # A micro-batch without targets logs NaN, which is taken as the smallest value.
     values = torch.tensor([float(call.value) for call in seen]).abs().nan_to_num(-1.0)
-    return cut.rows_of(seen[int(values.argmax())].part), cut.rows_of(seen[int(values.argmin())].part)
+    largest, smallest = (cut.rows_of(seen[int(place)].part) for place in (values.argmax(), values.argmin()))
+    half = max(1, len(largest) // 2)
+    first, second = largest[:half], largest[half:] or largest
+    yield first, first
+    yield second, second
+    yield first, second
+    yield second, smallest[:half]
+    yield first, smallest[half:] or smallest
 
 
 _MANY = 2**16  # upper limit where only the user's split function knows the number of samples

@@ -447,13 +447,17 @@ def _fits(split: LossSplit, name: str, rule: LogRule, trial: Trial, rounding: fl
         logging = [run for run in runs if name in run.logged]
         weights = [_weight(split, name, rule, run) for run in logging]
         total = 1.0 if rule == SUM else sum(weights)  # a sum is not divided
+        if total == 0:
+            continue  # samples without counted elements show nothing
         shares: list[float] = []
         for weight, run in zip(weights, logging, strict=True):
             if weight:  # a micro-batch without counted elements has a mean of NaN
                 shares.append(weight / total * run.logged[name].value)
         # A small difference of large numbers, such as a divergence, has few exact digits.
-        size = max([rounding * abs(trial.whole.loss), *map(abs, shares)])
-        if not total or not _is_near(sum(shares), trial.whole.logged[name].value, size, rounding):
+        size = max(map(abs, shares), default=0.0)
+        if math.isfinite(trial.whole.loss):  # a mean over no targets is not
+            size = max(size, rounding * abs(trial.whole.loss))
+        if not _is_near(sum(shares), trial.whole.logged[name].value, size, rounding):
             return False
     return True
 

@@ -56,15 +56,16 @@ def sample_rows(batch: object, micro_batch_size: int) -> Iterator[Sample]:
         yield _cut(whole, number, slices)
 
 
-def sample_pairs(batch: object, first: Iterable[int], second: Iterable[int]) -> Iterator[Sample]:
-    """Yield pairs of rows of a batch, one from each list, split into single rows.
+def sample_groups(batch: object, groups: Iterable[tuple[list[int], list[int]]]) -> Iterator[Sample]:
+    """Yield the rows of two groups together, split into the groups.
 
     Example:
-        >>> [sample.whole for sample in sample_pairs(torch.tensor([1, 2, 3]), [2, 1], [0, 0])]
-        [tensor([3, 1]), tensor([2, 1])]
+        >>> [sample.whole for sample in sample_groups(torch.tensor([1, 2, 3]), [([2], [0, 1]), ([1], [0])])]
+        [tensor([3, 1, 2]), tensor([2, 1])]
     """
-    for pair in zip(first, second, strict=False):
-        yield _cut(pick_rows(batch, list(pair)), 2, [[slice(0, 1), slice(1, 2)]])
+    for one, other in groups:
+        size = len(one) + len(other)
+        yield _cut(pick_rows(batch, [*one, *other]), size, [[slice(0, len(one)), slice(len(one), size)]])
 
 
 def list_altered(sample: Sample, ignored: int | None = None) -> Iterator[Sample]:

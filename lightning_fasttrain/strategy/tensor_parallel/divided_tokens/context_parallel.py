@@ -209,7 +209,8 @@ class DividedBlock(WrappedForward):
             expected = self.inner(*whole_args, **whole_kwargs)
         args, kwargs = self._divide(args, kwargs)
         try:
-            with self.attention, RecordedAttention() as divided, in_place_of(places, moved):  # before they are exchanged
+            # Recorded before they are exchanged.
+            with self.attention, RecordedAttention() as divided, in_place_of(places, moved):
                 found = self.inner(*args, **kwargs)
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError):
