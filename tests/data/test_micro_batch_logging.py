@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchmetrics import MeanMetric, Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
+from torchmetrics.wrappers import Running
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.data.closure import micro_batch_closure
@@ -422,3 +423,32 @@ def test_a_trunk_in_micro_batches_logs_what_the_step_logs():
         return {"loss": s.loss.sqrt()}  # no sum over samples, so the trunk is split
 
     check(write, hiding=True)
+
+
+def test_a_metric_that_counts_batches_is_named_once_and_one_that_counts_targets_is_not():
+    class Net(TinyLM):
+        def __init__(self):
+            super().__init__(optimizer=sgd)
+            self.window, self.mean, self.weighted = Running(MeanMetric(), window=3), MeanMetric(), MeanMetric()
+            self.right = MulticlassAccuracy(VOCAB, ignore_index=-100, average="micro")
+
+        def training_step(self, batch, batch_idx):
+            logits = self(batch["input_ids"])
+            loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+            self.window.update(loss.detach())
+            self.mean.update(loss.detach())
+            self.weighted.update(loss.detach(), weight=(batch["labels"] != -100).sum())
+            self.right.update(logits.flatten(0, 1), batch["labels"].flatten())
+            return loss
+
+    plain, module = Net(), Net()
+    given = batches(hiding=False)
+    trainer().fit(plain, as_loader(given))
+    with heard() as said:
+        trainer([ft.MicroBatching(3)]).fit(module, as_loader(given))
+    told = [line for line in said if "takes each micro-batch for a batch" in line]
+    assert len(told) == 1
+    assert "the metric 'mean', 'window' takes" in told[0]
+    assert module.weighted.compute() == pytest.approx(float(plain.weighted.compute()), rel=1e-6)
+    assert module.right.compute() == pytest.approx(float(plain.right.compute()), rel=1e-6)
+    assert module.mean.compute() != pytest.approx(float(plain.mean.compute()), rel=1e-4)

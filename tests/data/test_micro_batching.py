@@ -179,20 +179,57 @@ def test_a_schedule_steps_once_per_batch():
     assert len(module.losses) == 15
 
 
-def test_a_micro_batch_without_a_loss_gives_its_weight_to_the_others():
-    class Skipping(TinyLM):
-        def training_step(self, batch, batch_idx):
-            return None if (batch["input_ids"][:, 0] == 99).any() else self.loss(batch)
+class Skipping(TinyLM):
+    """Skips batches in which a row is marked, as for a loss that is not finite; or all are."""
 
-    batch = lm_batches(1, size=6)[0]
-    marked = {key: value.clone() for key, value in batch.items()}
-    marked["input_ids"][4, 0] = 99  # in the third of three micro-batches
-    rest = {key: value[:4] for key, value in batch.items()}
-    expected, _, _ = steps(batches=[rest])
-    seen, _, _ = steps([ft.MicroBatching(3)], net=Skipping, batches=[marked])
-    assert largest_difference(expected[0], seen[0]) < 2e-6
-    with pytest.raises(RuntimeError, match="returned None .* inside an accumulation window.*TokenWeightedAccumulation"):
-        steps([ft.MicroBatching(3)], net=Skipping, batches=[marked, marked], accumulate_grad_batches=2)
+    def __init__(self, which=torch.any, **settings):
+        super().__init__(**settings)
+        self.which = which
+
+    def training_step(self, batch, batch_idx):
+        self.log("seen", 1.0)
+        return None if self.which(batch["input_ids"][:, 0] == 99) else self.loss(batch)
+
+    def forward(self, ids, *others):
+        return super().forward(ids.clamp(max=VOCAB - 1), *others)
+
+
+def with_marked(rows):
+    first, second, third = lm_batches(3, size=6)
+    second["input_ids"][rows, 0] = 99
+    return [first, second, third]
+
+
+@pytest.mark.filterwarnings("ignore:.*returned `None`")
+@pytest.mark.parametrize("place", [0, 2, 5], ids=["in the first part", "in the second", "in the last"])
+@pytest.mark.parametrize("optimizer", [sgd, torch.optim.AdamW])
+@pytest.mark.parametrize("techniques", [[ft.MicroBatching(3)], [ft.MicroBatching(3), ft.TokenWeightedAccumulation(1)]])
+def test_a_batch_is_skipped_where_the_step_skips_a_micro_batch_and_so_the_batch(place, optimizer, techniques):
+    ends = []
+    for callbacks in ([], techniques):
+        module = Skipping(optimizer=optimizer)
+        trainer(callbacks).fit(module, as_loader(with_marked([place])))
+        ends.append(weights(module))
+    assert largest_difference(*ends) < 2e-6
+    assert largest_difference(ends[0], weights(fit(Skipping(optimizer=optimizer), lm_batches(3, size=6)))) > 1e-4
+
+
+@pytest.mark.parametrize("rows", [[0, 1], [2, 3], [4, 5]], ids=str)
+def test_a_micro_batch_without_targets_that_the_step_skips_has_no_weight(rows):
+    """The unsplit step skips no batch in which there are others."""
+    batches = with_marked(rows)
+    batches[1]["labels"][rows] = -100
+    ends = []
+    for callbacks in ([], [ft.MicroBatching(3)]):
+        module = Skipping(torch.all, optimizer=sgd)
+        trainer(callbacks).fit(module, as_loader(batches))
+        ends.append(weights(module))
+    assert largest_difference(*ends) < 2e-6
+
+
+def test_a_skipped_batch_whose_gradients_are_in_a_sum_is_refused():
+    with pytest.raises(RuntimeError, match="returned None .* inside an accumulation window.*skip the batch"):
+        trainer([ft.MicroBatching(3)], accumulate_grad_batches=3).fit(Skipping(), as_loader(with_marked([5])))
 
 
 def test_a_batch_without_any_loss_is_skipped_as_in_lightning(monkeypatch):

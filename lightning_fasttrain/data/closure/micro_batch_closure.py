@@ -7,7 +7,7 @@ strategy's own methods, so that autocast, loss scaling, forward redirection and 
 
 import operator
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
@@ -33,28 +33,26 @@ from lightning_fasttrain.core.host.lightning import (
     replaced_closures,
     zero_grad_of_batch,
 )
-from lightning_fasttrain.core.messages import explain, say
+from lightning_fasttrain.core.messages import explain, note_once, say
 from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
-from lightning_fasttrain.data.closure.micro_batch_logging import BatchLogs, LogCall
+from lightning_fasttrain.data.closure.micro_batch_logging import BatchLogs, pick_groups
 from lightning_fasttrain.data.normalizer.count_targets import Count, CountRule
 from lightning_fasttrain.data.normalizer.find_split import CannotSplitError
 from lightning_fasttrain.data.normalizer.micro_batch_weights import Number
 from lightning_fasttrain.data.normalizer.split_rule import LogRules, LossSplit, OtherSplitError, match_log_rules
 from lightning_fasttrain.data.normalizer.step_weights import DeferredFlag, StepWeights
 from lightning_fasttrain.data.normalizer.trial.runs import loss_of
-from lightning_fasttrain.data.normalizer.trial.sample_rows import sample_groups
+from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample, sample_groups
 from lightning_fasttrain.data.normalizer.trial.try_split import Looks, Stage, try_split
 from lightning_fasttrain.data.out_of_memory import CollectivesWatch, FurtherSavings, Together, split_until_it_fits
 from lightning_fasttrain.data.padding.trim_search import Parts, TrimSearch, WholeParts
-from lightning_fasttrain.data.split_batch import split_batch
+from lightning_fasttrain.data.split_batch import pick_rows, split_batch
 from lightning_fasttrain.data.step_gradients import (
     Float32GradientSums,
     StepGradients,
     add_gradients,
     own_scaling,
-    ratio,
-    scale_,
     takes_float32_gradients,
 )
 from lightning_fasttrain.data.trunk.find_trunk import (
@@ -222,7 +220,7 @@ class SplitSearch:
         """Run rows of a batch until the rules that are left for each of these names give one value."""
         stage, tries = replace(self._stage(rest), in_turn=False), 0
         for name in names:
-            for sample in sample_groups(batch, _pick_groups(cut, logs.seen[name])):
+            for sample in sample_groups(batch, pick_groups(cut, logs.seen[name])):
                 differ = logs.compare_rules(name)
                 if differ is None or not differ or tries == _MOST_GROUPS:
                     break
@@ -231,6 +229,15 @@ class SplitSearch:
                 matching = {one: match_log_rules(self.split, one, logs.rules[one], [trial]) for one in names}
                 logs.rules = {**logs.rules, **matching}
         self._use(replace(self.split, log_rules=logs.rules))
+
+    def skips(self, batch: object, rows: list[int], rest: list[Any]) -> bool:
+        """Whether the step returns None for these rows together; assumed where the user's function splits batches."""
+        if self.micro is None or self.micro.split is not split_batch:
+            return True
+        sample = Sample(pick_rows(batch, rows), len(rows), [])
+        with torch.no_grad():
+            trial = try_split(replace(self._stage(rest), gradients=False, in_turn=False), iter([sample]))
+        return trial.is_skipped
 
     @property
     def runs_in_lockstep(self) -> bool:
@@ -295,24 +302,6 @@ class SplitSearch:
     @property
     def _techniques(self) -> list[Counting]:
         return list(filter(None, (self.micro, self.window)))
-
-
-def _pick_groups(cut: Parts, seen: Sequence[LogCall]) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield pairs of groups of rows from the micro-batches that logged the largest and the smallest value.
-
-    Together they are no larger than a micro-batch of several rows. Rows and the same rows again have twice the sum and
-    the same mean; the others tell apart what a mean is over.
-    """
-    # A micro-batch without targets logs NaN, which is taken as the smallest value.
-    values = torch.tensor([float(call.value) for call in seen]).abs().nan_to_num(-1.0)
-    largest, smallest = (cut.rows_of(seen[int(place)].part) for place in (values.argmax(), values.argmin()))
-    half = max(1, len(largest) // 2)
-    first, second = largest[:half], largest[half:] or largest
-    yield first, first
-    yield second, second
-    yield first, second
-    yield second, smallest[:half]
-    yield first, smallest[half:] or smallest
 
 
 _MANY = 2**16  # upper limit where only the user's split function knows the number of samples
@@ -393,12 +382,40 @@ class BatchClosures:
         for attempt in range(TRIES):
             try:
                 return _BatchRun(self, batch, rest, optimizer).run()
+            except _SkippedBatch as skipped:
+                return self._skip(optimizer, zero_grad, has_gradients=skipped.args[0])
             except OtherSplitError as error:
                 self.search.find_another(batch, rest, error, attempt, is_first=zero_grad is not None)
                 # The micro-batches that ran have left gradients with the wrong weights.
                 if zero_grad is not None:
                     zero_grad()
         raise CannotSplitError(OUT_OF_TRIES)
+
+    def _skip(self, optimizer: Optimizer, zero_grad: Callable[[], None] | None, has_gradients: bool) -> ClosureResult:
+        """Leave a batch out, as Lightning does where the unsplit step returns None.
+
+        Raises: RuntimeError: its gradients are in a sum with those of other batches.
+        """
+        if zero_grad is not None:
+            zero_grad()
+        elif has_gradients:
+            what = "training_step returned None for one micro-batch inside an accumulation window"
+            why = (
+                "the unsplit step would skip the batch, and gradients of its other micro-batches are in the sum already"
+            )
+            raise RuntimeError(explain(what, why, "Return a loss of zero, or leave such batches out of the loader"))
+        note_once(
+            "MicroBatching: training_step returned None for a micro-batch; the batch is skipped, as it is unsplit"
+        )
+        if self.search.window is not None:
+            self.search.window.add(0, optimizer)
+        if not accumulation_continues(self.trainer):
+            self.sums.finish()
+        return ClosureResult.from_training_step_output(None, self.trainer.accumulate_grad_batches)
+
+
+class _SkippedBatch(Exception):
+    """Raised where the unsplit step would return None; its argument: whether micro-batches have added gradients."""
 
 
 class _Ran(NamedTuple):
@@ -479,7 +496,7 @@ class _BatchRun:
         weights = StepWeights(split, cut.parts, reference)
         logs = BatchLogs(self.trainer.lightning_module, cut.parts, split.log_rules, self.metrics)
         with logs.collecting():
-            outputs = self._forward_backward(cut.parts, weights, logs)
+            outputs = self._forward_backward(cut, weights, logs)
         counts = weights.counts
         # A mean that is logged beside a loss that is a sum has no normalizer to take from it.
         if split.is_sum:
@@ -498,10 +515,11 @@ class _BatchRun:
             way_out = "Change gradients in on_after_backward, which is called once a batch, or pass check=False"
             raise ValueError(explain(what, why, way_out))
 
-    def _forward_backward(self, parts: list[Any], weights: StepWeights, logs: BatchLogs) -> list[Any]:
+    def _forward_backward(self, cut: Parts, weights: StepWeights, logs: BatchLogs) -> list[Any]:
         """Add up the gradients of the micro-batches, and return their outputs."""
-        trainer, strategy = self.trainer, self.trainer.strategy
+        trainer, strategy, parts = self.trainer, self.trainer.strategy, cut.parts
         outputs: list[Any] = []
+        missing: list[int] = []
         if len(parts) > 1 or accumulation_continues(trainer) or self.sums.is_open:
             self.sums.begin(parameters_of(self.optimizer))
 
@@ -510,7 +528,12 @@ class _BatchRun:
             output = call_strategy(trainer, "training_step", part, *self.rest)
             if output is None:
                 _refuse_none(trainer.world_size)
+                missing.append(i)
+                if weights.held:
+                    self._skip_as_unsplit(cut, weights, i, weights.held[0])
                 return None
+            if missing and not weights.held:
+                self._skip_as_unsplit(cut, weights, missing[0], i)
             outputs.append(apply_to_collection(output, Tensor, torch.Tensor.detach))
             logs.note_output(output)
             loss = loss_of(output)
@@ -538,25 +561,14 @@ class _BatchRun:
             # The last backward of this batch averages gradients over ranks.
             is_shared=trainer.world_size > 1 and not accumulation_continues(trainer),
         )
-        if not scaled_here:
-            self._forget_missing(weights, len(parts))
         return outputs
 
-    def _forget_missing(self, weights: StepWeights, parts: int) -> None:
-        """Give the weight of a micro-batch whose step returned None to the others."""
-        held = weights.held
-        if len(held) == parts or not held or self.window is not None or weights.split.is_sum:
-            return
-        assert weights.known is not None
-        counted, total = weights.total, weights.known.total
-        if float(counted) in (0.0, float(total)):  # rarely reached; it waits for the device
-            return
-        if self.trainer.accumulate_grad_batches > 1:
-            what = "training_step returned None for one micro-batch inside an accumulation window"
-            why = "earlier micro-batches were already weighted as if it counted, and are summed with other batches"
-            raise RuntimeError(explain(what, why, "Use TokenWeightedAccumulation, or return a loss of zero"))
-        device = self.trainer.strategy.root_device
-        scale_(parameters_of(self.optimizer), ratio(total, counted, device, torch.float32))
+    def _skip_as_unsplit(self, cut: Parts, weights: StepWeights, missing: int, other: int) -> None:
+        """Raises: _SkippedBatch: the step returns None, too, for a micro-batch without a loss and a row of another."""
+        known, rows = weights.known, [*cut.rows_of(missing), cut.rows_of(other)[0]]
+        is_counted = known is not None and not weights.split.is_sum and known.counts[missing] > 0
+        if is_counted or self.search.skips(self.batch, rows, self.rest):
+            raise _SkippedBatch(bool(weights.held))
 
 
 def _refuse_none(world_size: int) -> None:

@@ -21,6 +21,7 @@ from lightning_fasttrain.data.normalizer.count_targets import CountRule
 from lightning_fasttrain.data.normalizer.micro_batch_weights import MicroBatchWeights, Number, add_counts
 from lightning_fasttrain.data.normalizer.split_rule import LOSS, OWN, SUM, LogRule, LogRules
 from lightning_fasttrain.data.normalizer.trial.runs import own_divisor
+from lightning_fasttrain.data.padding.trim_search import Parts
 
 _GIVEN = "given"  # the weights are the batch_size= of each call
 _ROUNDING = 1e-4
@@ -272,3 +273,21 @@ def _is_number(value: object) -> bool:
     if isinstance(value, Tensor):
         return value.ndim == 0
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def pick_groups(cut: Parts, seen: Sequence[LogCall]) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield pairs of groups of rows from the micro-batches that logged the largest and the smallest value.
+
+    Together they are no larger than a micro-batch of several rows. Rows and the same rows again have twice the sum and
+    the same mean; the others tell apart what a mean is over.
+    """
+    # A micro-batch without targets logs NaN, which is taken as the smallest value.
+    values = torch.tensor([float(call.value) for call in seen]).abs().nan_to_num(-1.0)
+    largest, smallest = (cut.rows_of(seen[int(place)].part) for place in (values.argmax(), values.argmin()))
+    half = max(1, len(largest) // 2)
+    first, second = largest[:half], largest[half:] or largest
+    yield first, first
+    yield second, second
+    yield first, second
+    yield second, smallest[:half]
+    yield first, smallest[half:] or smallest

@@ -270,3 +270,7 @@ def _say_found(split: LossSplit, error: float, trial: Trial) -> None:
     if trial.filled:
         filled = list_some(list(map(repr, trial.filled)))
         note_once(f"MicroBatching: {filled} gets an entry for each micro-batch, where the unsplit step adds one")
+    if trial.metrics:
+        metrics = list_some(list(map(repr, trial.metrics)))
+        way_out = "give its update the number of terms as weight=, or log the value with self.log"
+        note_once(f"MicroBatching: the metric {metrics} takes each micro-batch for a batch; {way_out}")

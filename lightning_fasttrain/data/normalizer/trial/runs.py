@@ -106,6 +106,7 @@ class Run:
         logged: the scalars that it logged.
         left: name → value before and after of what it changed besides metrics: buffers, attributes, parameters
             that it wrote itself. Read only after unsplit runs.
+        metrics: name → states of each metric afterwards.
         drawn: the states of Python's and NumPy's generators at its end.
     """
 
@@ -116,6 +117,7 @@ class Run:
     structure: tuple[str, ...] = ()
     logged: dict[str, LoggedValue] = field(default_factory=dict)
     left: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+    metrics: Mapping[str, list[Any]] = field(default_factory=dict)
     drawn: tuple[Any, ...] = ()
 
     def keep(self, leaves: Sequence[Tensor]) -> None:
@@ -150,6 +152,7 @@ class Trial:
         statistics: names of the BatchNorm layers that used statistics of the batch.
         state: names of what micro-batches leave otherwise than the unsplit step, and a later step may depend on.
         filled: names of lists that get an entry for each micro-batch, and on which the loss does not depend.
+        metrics: names of metrics with another state after micro-batches, such as a mean over batches.
         scratch: names of what every step writes before it reads it.
         moved: names of tensors that were changed a little beforehand, since the step wrote them without a change.
         why_not: why there is nothing to compare; empty if there is.
@@ -166,6 +169,7 @@ class Trial:
     statistics: Sequence[str] = ()
     state: Sequence[str] = ()
     filled: Sequence[str] = ()
+    metrics: Sequence[str] = ()
     scratch: Collection[str] = ()
     moved: Sequence[str] = ()
     why_not: str = ""

@@ -18,7 +18,7 @@ from torchmetrics import Metric
 
 from lightning_fasttrain.core.distributed import from_all_ranks, is_sharded
 from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, patch, without_rounding, wrappers_in
-from lightning_fasttrain.core.state.step_state import StepState, same_changes
+from lightning_fasttrain.core.state.step_state import StepState, copy_value, same_changes, same_values
 from lightning_fasttrain.data.normalizer.read_normalizers import read_normalizers, walk_graph
 from lightning_fasttrain.data.normalizer.trial.deterministic_step import (
     DeterministicStep,
@@ -45,6 +45,8 @@ from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample
 # Rounding is nearly always below the one, also in float32, and a real difference that it hides below the other.
 _SURE = 1e-5
 _UNSURE = 0.3
+_LOGGED = 1e-4  # for the states of metrics
+_MOST_OF_METRIC = 10**6  # elements of a state that is compared, unlike the predictions of a whole epoch
 
 
 Changes = Mapping[str, tuple[Any, Any]]  # name → the value before a run, and after it
@@ -106,7 +108,8 @@ def distinguish_rounding(stage: Stage, trial: Trial, error_of: Callable[[Trial],
     # It must change rounding alone: kernels of quantized layers, for instance, do not support it.
     one, other = trial.whole.values, precise.whole.values
     if one.shape == other.shape and relative_difference(one, other) <= 0.1:
-        return replace(precise, scratch=trial.scratch, filled=trial.filled, state=trial.state)
+        known = ("scratch", "filled", "state", "metrics")
+        return replace(precise, **{name: getattr(trial, name) for name in known})
     return trial
 
 
@@ -151,6 +154,7 @@ def _try(stage: Stage, sample: Sample, precision: str, moved: Sequence[str] = ()
             state.restore()
         whole = _run_once(stage, mode, sample.whole, None, sample.size)
         whole.left = _read_state(stage, state)
+        whole.metrics = _read_metrics(stage.models)
         # A teacher that still equals its student: nothing that a step does to it would be seen.
         unmoved: Sequence[str] = ()
         if stage.gradients and stage.in_turn and not moved:
@@ -179,6 +183,7 @@ def _try_micro_batches(stage: Stage, mode: DeterministicStep, state: StepState, 
     """Run the micro-batches of a sample, after the unsplit run, whose changes are not undone yet."""
     splits: list[list[Run]] = []
     left_otherwise: dict[str, None] = {}
+    other_metrics: set[str] = set()
     for cutting in sample.cuttings:
         state.restore()
         splits.append([])
@@ -190,7 +195,9 @@ def _try_micro_batches(stage: Stage, mode: DeterministicStep, state: StepState, 
             splits[-1].append(_run_once(stage, mode, micro_batch, rows, sample.size))
         if stage.in_turn:
             left_otherwise |= dict.fromkeys(list_other_state(whole.left, _read_state(stage, state)))
-    trial = Trial(sample, whole, splits)
+            metrics = _read_metrics(stage.models)
+            other_metrics |= {name for name in metrics if not same_values(metrics[name], whole.metrics[name], _LOGGED)}
+    trial = Trial(sample, whole, splits, metrics=sorted(other_metrics))
     if left_otherwise:
         trial = _judge_state(stage, mode, state, trial, list(left_otherwise))
     if splits:
@@ -245,6 +252,23 @@ def _read_state(stage: Stage, state: StepState) -> Changes:
     found = state.differences()
     metrics = _name_metrics(stage.models)
     return {name: value for name, value in found.items() if not name.startswith(metrics)}
+
+
+def _read_metrics(models: Sequence[nn.Module]) -> dict[str, list[Any]]:
+    """Return name → the states of each metric; lists of tensors, such as predictions, are joined."""
+    found: dict[str, list[Any]] = {}
+    for model in models:
+        for name, metric in model.named_modules():
+            if isinstance(metric, Metric):
+                states = map(_join, metric.metric_state.values())
+                found[name] = [copy_value(state) for state in states if state.numel() <= _MOST_OF_METRIC]
+    return found
+
+
+def _join(state: Tensor | list[Tensor]) -> Tensor:
+    if isinstance(state, Tensor):
+        return state
+    return torch.cat(list(map(torch.atleast_1d, state))) if state else torch.empty(0)
 
 
 def _name_metrics(models: Sequence[nn.Module]) -> tuple[str, ...]:
