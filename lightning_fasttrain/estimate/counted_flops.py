@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from lightning_fasttrain.core.batch import count_batch, loss_in
 from lightning_fasttrain.core.checks import check_arguments
+from lightning_fasttrain.core.host.lightning import attached_trainer
 from lightning_fasttrain.core.messages import Report, titled_table
 from lightning_fasttrain.core.modules.parameters import count_elements
 from lightning_fasttrain.predict.fake_model import Factory, fake_batch, fake_model
@@ -165,7 +166,7 @@ def _trace(module: nn.Module | Factory, batch: object, loss: Loss | None, techni
         trace = _Trace(net)
         forward = forward_of(net, loss, Precision())
         # Torch does not count the CPU kernel of attention, but does count its matrix products.
-        with mode, AssumedNumbers(truth=False), sdpa_kernel(SDPBackend.MATH), counter, trace:
+        with attached_trainer(net), mode, AssumedNumbers(truth=False), sdpa_kernel(SDPBackend.MATH), counter, trace:
             found = loss_in(forward(fake_batch(batch, mode)), "its FLOPs are counted")
             with trace.in_backward():
                 found.backward()

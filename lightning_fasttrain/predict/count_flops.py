@@ -8,6 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_fasttrain.core.checks import check_arguments
+from lightning_fasttrain.core.host.lightning import attached_trainer
 from lightning_fasttrain.data.accumulate_gradients import loss_of
 from lightning_fasttrain.predict.fake_model import Factory, fake_batch, fake_module
 from lightning_fasttrain.predict.operators.data_dependent_values import AssumedNumbers
@@ -46,6 +47,6 @@ def count_flops(module: nn.Module | Factory, batch: object, *, loss: Loss | None
         net = fake_module(module, mode)
         forward = forward_of(net, loss, Precision())
         # Torch does not count the CPU kernel of attention, but does count its matrix products.
-        with mode, AssumedNumbers(truth=False), sdpa_kernel(SDPBackend.MATH), counter:
+        with attached_trainer(net), mode, AssumedNumbers(truth=False), sdpa_kernel(SDPBackend.MATH), counter:
             loss_of(forward(fake_batch(batch, mode))).backward()
     return counter.get_total_flops()

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_fasttrain.core.checks import NonNegativeInt, PositiveInt, check_arguments, one_of
 from lightning_fasttrain.core.device import traced_as
-from lightning_fasttrain.core.host.lightning import configured_optimizers
+from lightning_fasttrain.core.host.lightning import attached_trainer, configured_optimizers
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.parameters import names_of_parameters, parameters_of
 from lightning_fasttrain.optim.named.build_optimizer import make_optimizer
@@ -291,11 +291,14 @@ def _trace_steps(trace: AllocationTrace, step: _Step, ranks: Sequence[OneRank]) 
         net = undo.enter_context(fake_model(step.module, step.surgeons, dtype, mode))
         # Settled after the surgery, which may have added weights.
         settle_(net, mode, dtype)
+        trainer = undo.enter_context(attached_trainer(net))
         forward = undo.enter_context(ranks[0].shard(net, forward_of(net, loss, plugin), planned, mode))
         # Asked for only now, since techniques may have imported bitsandbytes.
         trace.workspace = {**trace.workspace, **quantized_workspace()}
         with AssumedNumbers(truth=False):
             steppers, schedulers = _make_optimizers(net, step)
+        if trainer is not None:
+            trainer.strategy.optimizers = steppers
         for one in ranks:
             one.count_states(net, steppers[0], planned.precision)
         for act in planned.on_optimizer:
@@ -416,8 +419,3 @@ def explaining_errors() -> Iterator[None]:
         why = "the shape of its result depends on tensor values, which a prediction does not have"
         way_out = "Pass loss=, a function of (module, batch) that does not need it"
         raise ValueError(explain(f"{error.func} cannot be predicted", why, way_out)) from error
-    except RuntimeError as error:
-        if "not attached to a `Trainer`" not in str(error):
-            raise
-        way_out = "Pass loss= and optimizer= that do not need it"
-        raise ValueError(explain("the code uses self.trainer", "a prediction has no Trainer", way_out)) from error

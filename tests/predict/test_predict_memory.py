@@ -17,7 +17,7 @@ from examples import reference_models
 from lightning_fasttrain import predict_memory
 from lightning_fasttrain.bench.gpt import GPTConfig, GPTModule
 from lightning_fasttrain.finetune import QuantizedBase, quantize_base_, quantized_bytes
-from lightning_fasttrain.predict import MemoryReport
+from lightning_fasttrain.predict import MemoryReport, count_flops
 from lightning_fasttrain.run import PeakMemory
 from lightning_fasttrain.run.profiling.memory_record import CATEGORIES
 from lightning_fasttrain.technique import Technique
@@ -862,17 +862,45 @@ def test_a_loss_of_a_module_with_two_optimizers_is_refused():
     assert "which of them steps" in message
 
 
-def test_a_step_that_needs_a_trainer_or_unknown_shapes_is_refused():
-    class NeedsTrainer(TinyLM):
+def test_a_step_that_reads_its_trainer_has_the_peak_of_one_that_does_not():
+    class AsksTrainer(TinyLM):
         def training_step(self, batch, batch_idx):
-            return super().training_step(batch, batch_idx) / self.trainer.max_epochs
+            trainer = self.trainer
+            rate = trainer.optimizers[0].param_groups[0]["lr"] + self.optimizers().param_groups[0]["lr"]
+            seen = trainer.global_step + trainer.current_epoch + trainer.max_epochs + trainer.world_size
+            assert trainer.training
+            assert not trainer.sanity_checking
+            assert trainer.num_training_batches == trainer.estimated_stepping_batches
+            assert trainer.lightning_module is self
+            assert trainer.callback_metrics == {}
+            assert not trainer.is_last_batch
+            assert self.global_rank == trainer.strategy.global_rank == 0
+            self.log("rate", rate)
+            return super().training_step(batch, batch_idx) * (rate / seen)
 
+        def configure_optimizers(self):
+            assert self.trainer.estimated_stepping_batches > 0
+            return super().configure_optimizers()
+
+    class Scales(TinyLM):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) * 0.5
+
+    batch = lm_batches(1)[0]
+    plain, asking = (predict_memory(net(), batch, device="cpu") for net in (Scales, AsksTrainer))
+    assert asking.peak_bytes == plain.peak_bytes
+    module = AsksTrainer()
+    predict_memory(module, batch, device="cpu")
+    assert module._trainer is None
+    assert count_flops(module, batch) == count_flops(TinyLM(), batch)
+
+
+def test_a_step_of_unknown_shapes_is_refused():
     class NeedsValues(TinyLM):
         def training_step(self, batch, batch_idx):
             return self(batch["input_ids"]).sum() / batch["labels"].flatten().clamp(min=0).bincount().sum()
 
     batch = lm_batches(1)[0]
-    assert "uses self.trainer" in refusal(ValueError, NeedsTrainer, batch)
     assert "depends on tensor values" in refusal(ValueError, NeedsValues, batch)
 
 

@@ -6,9 +6,11 @@ is read of torchmetrics in ``core/state/restore.py``. All private names are list
 fails when Lightning lacks one, or when another file uses one.
 """
 
+import logging
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -29,11 +31,13 @@ from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy, Strategy, XLAStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.parameters import trained_parameters
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch, patched
 
 DataFetcher = _DataFetcher
@@ -423,3 +427,59 @@ def has_same_gradients(module: nn.Module) -> bool:
         return False
     # Local SGD averages weights now and then, and gradients never.
     return isinstance(trainer.strategy, DDPStrategy) and trainer.strategy._model_averaging_period is None
+
+
+_BATCHES = 1000  # of an epoch, whose loader is not known
+
+
+@contextmanager
+def attached_trainer(module: nn.Module) -> Iterator[L.Trainer | None]:
+    """Attach a Trainer at the first step of its first epoch, on the CPU and without loggers.
+
+    It has counts, an epoch of 1,000 batches, a strategy, and an optimizer, in whose place others may be set as
+    ``trainer.strategy.optimizers``. What the module logs is ignored. A module that has a Trainer keeps it, and one that
+    is no LightningModule gets none.
+
+    Example:
+        >>> module = L.LightningModule()
+        >>> with attached_trainer(module):
+        ...     module.trainer.global_step, module.trainer.estimated_stepping_batches, module.trainer.training
+        (0, 1000, True)
+    """
+    if not isinstance(module, L.LightningModule) or module._trainer is not None:
+        yield None
+        return
+    trainer = _make_trainer()
+    trainer.strategy.connect(module)
+    if parameters := trained_parameters(module):
+        trainer.strategy.optimizers = [SGD(parameters)]
+    with patched(module, "_trainer", trainer), patched(module, "log", _ignore):
+        yield trainer
+
+
+def _ignore(*args: object, **kwargs: object) -> None:
+    pass
+
+
+def _make_trainer() -> L.Trainer:
+    logger = logging.getLogger("lightning.pytorch")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer = L.Trainer(
+                accelerator="cpu",
+                devices=1,
+                max_epochs=1,
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+            )
+    finally:
+        logger.setLevel(level)
+    trainer.state.fn, trainer.training = TrainerFn.FITTING, True
+    trainer.fit_loop._combined_loader = CombinedLoader(range(_BATCHES))
+    trainer.fit_loop.max_batches = _BATCHES
+    return trainer

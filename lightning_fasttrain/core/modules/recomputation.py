@@ -16,8 +16,10 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from lightning_fasttrain.core.messages import explain
@@ -254,6 +256,7 @@ class RecomputedForward(WrappedForward):
         self.changing = {place for place in _buffers_of(module) if isinstance(place[0], norms)}
         self.seen = False
         self.looked = False
+        self.may_write, self.has_written = True, False  # whether a forward writes to parameters, as the first may
         # Watched only where some code could set them, since that takes time at each forward.
         self.attributes = list(map(_Attributes, module.modules()))
         if not any(_sets_attributes(kind) for one in module.modules() for kind in type(one).__mro__):
@@ -302,7 +305,7 @@ class RecomputedForward(WrappedForward):
     def contexts(self, keeping: AbstractContextManager[object], reusing: AbstractContextManager[object]) -> Contexts:
         """Return the contexts of forward and recomputation, each with a further context entered inside."""
         if self.attributes:
-            keeping, reusing = _with_attributes(self.attributes, keeping, reusing)
+            keeping, reusing = self._with_attributes(keeping, reusing)
         buffers = _buffers_of(self.module)
         if not buffers:
             return keeping, reusing
@@ -337,6 +340,47 @@ class RecomputedForward(WrappedForward):
             finally:
                 for (owner, key), buffer in held.items():
                     owner._buffers[key] = buffer
+
+        return forward(), Again(recompute)
+
+    def _with_attributes(
+        self, keeping: AbstractContextManager[object], reusing: AbstractContextManager[object]
+    ) -> Contexts:
+        """Return the contexts of forward and recomputation, in which attributes that the forward sets are as before it.
+
+        A temperature that is lowered at each forward, for example, or the flag of a cache. Where a forward, such as the
+        first, also writes to parameters, which are not restored, attributes stay as it has set them.
+        """
+        changed: list[tuple[dict[str, Any], str, Any]] = []
+
+        @contextmanager
+        def forward() -> Iterator[None]:
+            before, hooks = [one.read() for one in self.attributes], _count_hooks(self.attributes)
+            parameters = list(self.module.parameters()) if self.may_write else []
+            norms = list(map(_norm_of, parameters))
+            with keeping:
+                yield
+            # Done once, as hooks are installed by models of transformers, and so is the flag that says so.
+            written = list(map(_norm_of, parameters)) != norms
+            self.has_written |= written
+            self.may_write = self.has_written
+            if written or _count_hooks(self.attributes) != hooks:
+                return
+            for one, (values, copies) in zip(self.attributes, before, strict=True):
+                for name, value in one.list_changed(values, copies):
+                    changed.append((vars(one.module), name, value))
+
+        @contextmanager
+        def recompute() -> Iterator[None]:
+            now = [(held, name, held.get(name, _MISSING)) for held, name, _ in changed]
+            for held, name, value in changed:
+                _set_attribute(held, name, copy(value) if type(value) in _CONTAINERS else value)
+            try:
+                with reusing:
+                    yield
+            finally:
+                for held, name, value in now:
+                    _set_attribute(held, name, value)
 
         return forward(), Again(recompute)
 
@@ -394,39 +438,12 @@ def _stores(code: CodeType) -> bool:
     return any(map(_stores, (inner for inner in code.co_consts if isinstance(inner, CodeType))))
 
 
-def _with_attributes(
-    attributes: Sequence[_Attributes], keeping: AbstractContextManager[object], reusing: AbstractContextManager[object]
-) -> Contexts:
-    """Return the contexts of forward and recomputation, in which attributes that the forward sets are as before it.
-
-    A temperature that is lowered at each forward, for example, or the flag of a lazy initialization.
-    """
-    changed: list[tuple[dict[str, Any], str, Any]] = []
-
-    @contextmanager
-    def forward() -> Iterator[None]:
-        before, hooks = [one.read() for one in attributes], _count_hooks(attributes)
-        with keeping:
-            yield
-        if _count_hooks(attributes) != hooks:
-            return  # they are installed once, as by models of transformers, and so is the flag that says so
-        for one, (values, copies) in zip(attributes, before, strict=True):
-            for name, value in one.list_changed(values, copies):
-                changed.append((vars(one.module), name, value))
-
-    @contextmanager
-    def recompute() -> Iterator[None]:
-        now = [(held, name, held.get(name, _MISSING)) for held, name, _ in changed]
-        for held, name, value in changed:
-            _set_attribute(held, name, copy(value) if type(value) in _CONTAINERS else value)
-        try:
-            with reusing:
-                yield
-        finally:
-            for held, name, value in now:
-                _set_attribute(held, name, value)
-
-    return forward(), Again(recompute)
+def _norm_of(parameter: Tensor) -> float | None:
+    """Return a norm that tells whether a parameter has changed; None where it has no values here."""
+    hidden = parameter.is_meta or not parameter.is_floating_point() or is_traceable_wrapper_subclass(parameter)
+    if hidden or detect_fake_mode([parameter]) is not None:
+        return None
+    return float(torch.linalg.vector_norm(parameter.detach()))
 
 
 def _count_hooks(attributes: Sequence[_Attributes]) -> int:

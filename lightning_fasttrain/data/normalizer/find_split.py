@@ -203,13 +203,14 @@ def _conclude(verdict: _Verdict, trial: Trial, count: Count, check: bool, may_sc
         warn(f"{why}, which changes the training")
     is_unchecked = told.why_not and (callable(count) or not (told.failed and check))
     why_not = told.why_not or verdict.why_not
+    if not is_unchecked:
+        _judge_state(told.state, trial, check)  # which may be why the losses are not comparable
     if why_not and check and not is_unchecked:
         raise CannotSplitError(why_not, trial)
     split = _choose(verdict, trial, count)
     if is_unchecked:
         _say_unchecked(split, trial.why_not)
         return split
-    _judge_state(told.state, trial, check)
     error = trial.error(split.list_weights) if why_not and trial.splits else verdict.error
     if verdict.is_right:
         _refuse_what_this_step_cannot_use(split, trial, may_scale)

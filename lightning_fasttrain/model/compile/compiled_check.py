@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from lightning_fasttrain.core.distributed import is_sharded
 from lightning_fasttrain.core.modules.recomputation import capturing_nothing, recomputed_outside, without_graph
 from lightning_fasttrain.core.modules.wrapped_forward import first_line, has_dropout, without_dropout
-from lightning_fasttrain.core.state.restore import remember
 from lightning_fasttrain.core.state.rng import random_state, set_random_state
+from lightning_fasttrain.core.state.step_state import StepState
 
 _SHARES = ((1e-10, 1e-8), (1e-6, 2e-3), (1.0, 5e-2))  # up to this rounding: float64, float32 with TF32, 16 bits
 _NUDGED = 8.0  # multiple of the effect that rounding of the inputs has on the eager block's results
@@ -77,8 +77,8 @@ def check_compiled(
     if why_not:
         return Verdict(unchecked=why_not)
     try:
-        with _leaving_no_trace(module):
-            return _compare(_Probe(module, args, kwargs), plain, compiled, compile_again)
+        with _leaving_no_trace(module) as state:
+            return _compare(_Probe(module, args, kwargs), state, plain, compiled, compile_again)
     except torch._dynamo.exc.TorchDynamoException:
         raise  # a compiler error, which the caller handles
     except Exception as error:
@@ -98,11 +98,14 @@ def _why_not(module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, o
     return ""
 
 
-def _compare(probe: "_Probe", plain: Forward, compiled: Forward, compile_again: Callable[[], Forward]) -> Verdict:
+def _compare(
+    probe: "_Probe", state: StepState, plain: Forward, compiled: Forward, compile_again: Callable[[], Forward]
+) -> Verdict:
     has_masks = has_dropout(probe.module)
     undo = without_dropout(probe.module)
     try:
-        expected = probe.run(plain)
+        with state.watch():  # compiled code writes to the same tensors, unseen
+            expected = probe.run(plain)
         draws = probe.has_drawn()
         allowed = probe.allow(expected, probe.run(plain, probe.nudges()))
         found = expected  # if there are random draws other than dropout, which cannot be disabled
@@ -271,14 +274,14 @@ def _eps_of(output: Tensor) -> float:
 
 
 @contextmanager
-def _leaving_no_trace(module: nn.Module) -> Iterator[None]:
-    """Restore random states, buffers and attributes after calls that must have no side effects."""
-    restore = remember([module])
+def _leaving_no_trace(module: nn.Module) -> Iterator[StepState]:
+    """Restore random states, and what the module changes, after calls that must have no side effects."""
+    state = StepState([module])
     outside = recomputed_outside.set(True)  # recomputation is unnecessary here
     try:
         # The innermost hooks apply: those around the block must neither keep nor count tensors that are saved here.
         with saved_tensors_hooks(without_graph, lambda tensor: tensor), capturing_nothing():
-            yield
+            yield state
     finally:
         recomputed_outside.reset(outside)
-        restore()
+        state.restore()

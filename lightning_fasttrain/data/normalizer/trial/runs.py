@@ -186,6 +186,13 @@ class Trial:
         return self.why_not in (NOT_FINITE, NO_GRADIENT)
 
     @property
+    def has_two_gradients(self) -> bool:
+        """Whether it could be compared, and two micro-batches of a split have a gradient."""
+        if self.why_not:
+            return False
+        return any(sum(map(_has_gradient, runs)) > 1 for runs in self.splits)
+
+    @property
     def runs(self) -> list[Run]:
         """All runs, the unsplit one first."""
         return [self.whole, *itertools.chain.from_iterable(self.splits)]
@@ -247,6 +254,10 @@ class Trial:
         """Return the norm of each parameter's entries."""
         sizes = list(map(Tensor.numel, self.whole.entries.values()))
         return [float(entries.norm()) for entries in values[1:].split(sizes)]
+
+
+def _has_gradient(run: Run) -> bool:
+    return bool(run.values[1:].nan_to_num(0.0).any())
 
 
 def relative_difference(one: Tensor, other: Tensor) -> float:

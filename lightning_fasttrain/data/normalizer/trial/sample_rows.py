@@ -28,7 +28,7 @@ class Sample:
 
 
 def sample_rows(batch: object, micro_batch_size: int) -> Iterator[Sample]:
-    """Yield samples of a batch, each smaller than the previous one, for a step that may not fit in memory.
+    """Yield samples of a batch, the largest first, for a step that may not fit in memory, or of rows without targets.
 
     The rows are those with the most and with the fewest counted entries in some tensor, so that a rule cannot match by
     chance. The first row is in the sample twice, once in each micro-batch of the first split: a count adds up over
@@ -47,7 +47,8 @@ def sample_rows(batch: object, micro_batch_size: int) -> Iterator[Sample]:
     rows = rank_rows(batch, size)
     most = min(size, _ROWS, micro_batch_size - 1)
     # Two rows are the minimum that can be split.
-    picks = [[rows[0], rows[min(1, size - 1)]], [0, size - 1]]
+    others = dict.fromkeys(rows[min(place, size - 1)] for place in (1, 2, 3))
+    picks = [*([rows[0], other] for other in others), [0, size - 1]]
     if most > 1:
         picks.insert(0, [rows[0], *rows[:most]])
     for pick in dict.fromkeys(map(tuple, picks)):
