@@ -34,8 +34,10 @@ class MicroBatching(Technique):
     is called once, with the whole batch; one log line reports which of the two is used. Batch size, ``batch_idx``,
     ``global_step``, schedules, clipping and the values of ``self.log`` are those of the unsplit step; it composes with
     ``accumulate_grad_batches``, and under DDP gradients are synchronized once a step. ``on_before_backward`` is called
-    once a batch, with the loss of its first micro-batch, and ``on_after_backward`` once its gradient is complete. For
-    the arithmetic and its limits (BatchNorm, dropout) see :func:`~lightning_fasttrain.accumulate_gradients`.
+    once a batch, with the loss of its first micro-batch, and ``on_after_backward`` once its gradient is complete. Where
+    the step returns None for a micro-batch and would do so for the batch, the batch is skipped. What a step changes,
+    such as a counter or a teacher, must change once a batch, too: otherwise the second way is taken. For the arithmetic
+    and its limits (BatchNorm, dropout) see :func:`~lightning_fasttrain.accumulate_gradients`.
 
     Acts in the closure of the optimizer step, since Lightning zeroes gradients after ``training_step``.
 

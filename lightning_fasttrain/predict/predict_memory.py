@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_fasttrain.core.checks import NonNegativeInt, PositiveInt, check_arguments, one_of
 from lightning_fasttrain.core.device import traced_as
-from lightning_fasttrain.core.host.lightning import attached_trainer, configured_optimizers
+from lightning_fasttrain.core.host.lightning import attached_trainer, configured_optimizers, give_optimizers
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.parameters import names_of_parameters, parameters_of
 from lightning_fasttrain.optim.named.build_optimizer import make_optimizer
@@ -298,7 +298,7 @@ def _trace_steps(trace: AllocationTrace, step: _Step, ranks: Sequence[OneRank]) 
         with AssumedNumbers(truth=False):
             steppers, schedulers = _make_optimizers(net, step)
         if trainer is not None:
-            trainer.strategy.optimizers = steppers
+            give_optimizers(trainer, steppers, schedulers)
         for one in ranks:
             one.count_states(net, steppers[0], planned.precision)
         for act in planned.on_optimizer:

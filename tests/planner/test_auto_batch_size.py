@@ -151,7 +151,7 @@ def test_single_samples_that_do_not_fit_end_the_run_and_leave_the_trainer_as_it_
 def test_a_step_that_cannot_be_predicted_is_only_tried():
     class Asks(Staged):
         def training_step(self, batch, batch_idx):
-            assert self.trainer.world_size == 1
+            assert batch["labels"].unique().numel() > 1  # a shape that depends on values
             return super().training_step(batch, batch_idx)
 
     auto = ft.AutoBatchSize(memory_gib=1)

@@ -22,6 +22,8 @@ TECHNIQUES = {
     "FusedLossHead": lambda: [ft.FusedLossHead()],
     "ActivationCheckpointing": lambda: [ft.ActivationCheckpointing()],
     "ActivationOffload": lambda: [ft.ActivationOffload(min_mib=0)],
+    "MemoryBudget": lambda: [ft.ActivationCheckpointing(ft.model.MemoryBudget(1.0))],
+    "StochasticDepth": lambda: [ft.architecture.StochasticDepth(1e-12)],  # skips nothing
 }
 STATE = {  # what the step changes → the name that a refusal gives
     faults.Counter: "'count'",
@@ -39,6 +41,7 @@ MIXING = (faults.ZeroConvolution, faults.ZeroGate, faults.ZeroRows)
 REFUSED = {
     **{("micro-batches in a window", fault): name for fault, name in STATE.items()},
     ("MicroBatching of blocks", faults.StateOfBlock): "its gradient differs",
+    ("StochasticDepth", faults.StateOfBlock): "is not residual",
     ("micro-batches in a window", faults.Contrasts): "samples of several batches are never in memory together",
     ("micro-batches in a window", faults.HookOnParameter): "samples of several batches are never in memory together",
     ("micro-batches in a window", faults.ZeroRows): "samples of several batches are never in memory together",
@@ -53,7 +56,7 @@ REFUSED = {
 # Each micro-batch draws its own numbers, as documented.
 LEFT_OUT = {(name, faults.SkipsItself) for name in TECHNIQUES if "icro" in name}
 # These look at neither rows nor tokens.
-WHOLE = ("CompileBlocks", "AttentionBackend", "FusedLossHead", "ActivationOffload")
+WHOLE = ("CompileBlocks", "AttentionBackend", "FusedLossHead", "ActivationOffload", "MemoryBudget", "StochasticDepth")
 LEFT_OUT |= {(name, fault) for name in WHOLE for fault in (*PADDED, *MIXING, faults.PositionsFromTheEnd)}
 
 

@@ -33,6 +33,7 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import nn
 from torch.optim import SGD, Optimizer
 
@@ -436,9 +437,9 @@ _BATCHES = 1000  # of an epoch, whose loader is not known
 def attached_trainer(module: nn.Module) -> Iterator[L.Trainer | None]:
     """Attach a Trainer at the first step of its first epoch, on the CPU and without loggers.
 
-    It has counts, an epoch of 1,000 batches, a strategy, and an optimizer, in whose place others may be set as
-    ``trainer.strategy.optimizers``. What the module logs is ignored. A module that has a Trainer keeps it, and one that
-    is no LightningModule gets none.
+    It has counts, an epoch of 1,000 batches, a strategy, and an optimizer, in whose place :func:`give_optimizers` sets
+    others. What the module logs is ignored. A module that has a Trainer keeps it, and one that is no LightningModule
+    gets none.
 
     Example:
         >>> module = L.LightningModule()
@@ -455,6 +456,13 @@ def attached_trainer(module: nn.Module) -> Iterator[L.Trainer | None]:
         trainer.strategy.optimizers = [SGD(parameters)]
     with patched(module, "_trainer", trainer), patched(module, "log", _ignore):
         yield trainer
+
+
+def give_optimizers(trainer: L.Trainer, optimizers: Sequence[Optimizer], schedulers: Sequence[Any]) -> None:
+    """Have a Trainer made by :func:`attached_trainer` hold the optimizers and schedules of its module."""
+    trainer.strategy.optimizers = list(optimizers)
+    configs = [LRSchedulerConfig(scheduler, interval="step") for scheduler in schedulers]
+    trainer.strategy.lr_scheduler_configs = configs
 
 
 def _ignore(*args: object, **kwargs: object) -> None:

@@ -290,7 +290,12 @@ class RecomputedForward(WrappedForward):
 
     @contextmanager
     def leaving_no_trace(self) -> Iterator[None]:
-        """For a forward that does not count: random states, buffers and attributes are afterwards as they were."""
+        """For a forward that does not count: random states, buffers and attributes are afterwards as they were.
+
+        So are parameters of modules that set attributes, as in a lazy initialization.
+        """
+        parameters = list(self.module.parameters()) if self.attributes and self.may_write else []
+        copies = [(p, p.detach().clone()) for p in parameters if _norm_of(p) is not None]
         self.seen = False  # which buffers change is not known yet: copy all
         _, again = self.contexts(nullcontext(), nullcontext())
         around = Surroundings(islice(self.module.parameters(), 1))
@@ -300,6 +305,9 @@ class RecomputedForward(WrappedForward):
                 yield
         finally:
             restore_attributes()
+            for parameter, before in copies:
+                if not torch.equal(parameter, before):
+                    parameter.data.copy_(before)
             self.seen = False
 
     def contexts(self, keeping: AbstractContextManager[object], reusing: AbstractContextManager[object]) -> Contexts:

@@ -75,7 +75,7 @@ def find_split(
     verdict = _judge(trial, count, preferred)
     # What fits these samples may do so by chance, such as weights that are all equal: it must fit altered ones, too.
     # test_micro_batches_train_as_the_unsplit_batches[(w / w.mean() * e).mean()] shows it.
-    altered = _try_altered(verdict, trial, stage)
+    altered = [*_try_further(verdict, trial, stage, samples), *_try_altered(verdict, trial, stage)]
     for other in altered:
         judged = _judge(other, "auto", None)
         if not judged.is_right:
@@ -136,6 +136,20 @@ def _judge(trial: Trial, count: Count, preferred: CountRule | None) -> _Verdict:
     if trial.why_not:
         return verdict
     return replace(verdict, error=trial.error(split.list_weights))
+
+
+def _try_further(verdict: _Verdict, trial: Trial, stage: Stage, samples: Iterator[Sample]) -> list[Trial]:
+    """Run the step on further samples where only one micro-batch had a gradient, until two have one.
+
+    A hook of the user's that clips gradients, for example, does not show in one alone.
+    """
+    if not verdict.is_right or not stage.gradients or trial.has_two_gradients:
+        return []
+    for sample in samples:
+        tried = try_split(replace(stage, in_turn=False), iter([sample]), trial.precision)
+        if tried.has_two_gradients and tried.precision == trial.precision:
+            return [tried]
+    return []
 
 
 def _try_altered(verdict: _Verdict, trial: Trial, stage: Stage) -> list[Trial]:

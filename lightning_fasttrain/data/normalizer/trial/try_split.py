@@ -77,18 +77,12 @@ class Stage:
 
 
 def try_split(stage: Stage, samples: Iterator[Sample], precision: str = "float32") -> Trial:
-    """Run the step on a few samples, unsplit and in micro-batches, as far as memory and the step allow.
-
-    Samples are tried until two micro-batches have a gradient: a hook of the user's that clips gradients, for example,
-    does not show in one alone.
-    """
+    """Run the step on a few samples, unsplit and in micro-batches, as far as memory and the step allow."""
     trial: Trial | None = None
     for sample in samples:
-        tried = _try_sample(stage, sample, precision)
-        if trial is None or trial.why_not or (not tried.why_not and tried.has_two_gradients):
-            trial = tried
+        trial = _try_sample(stage, sample, precision)
         # Ranks with sharded parameters must run the same number of forwards.
-        if trial.has_two_gradients or trial.is_skipped or not stage.gradients:
+        if not trial.why_not or trial.is_skipped or not stage.gradients:
             break
     assert trial is not None
     return trial
