@@ -895,6 +895,24 @@ def test_a_step_that_reads_its_trainer_has_the_peak_of_one_that_does_not():
     assert count_flops(module, batch) == count_flops(TinyLM(), batch)
 
 
+SLURM = {"NTASKS": "8", "NTASKS_PER_NODE": "8", "PROCID": "3", "LOCALID": "3", "NODEID": "0", "JOB_ID": "1"}
+LAUNCHED = {
+    "SLURM": {**{f"SLURM_{name}": value for name, value in SLURM.items()}, "SLURM_JOB_NAME": "train"},
+    "torchrun": {"WORLD_SIZE": "8", "RANK": "3", "LOCAL_RANK": "3", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "1"},
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHED)
+def test_a_step_that_reads_its_trainer_is_predicted_in_each_rank_of_a_launch(launcher, monkeypatch):
+    class AsksTrainer(TinyLM):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) / self.trainer.world_size
+
+    for name, value in LAUNCHED[launcher].items():
+        monkeypatch.setenv(name, value)
+    assert predict_memory(AsksTrainer(), lm_batches(1)[0], device="cpu").peak_bytes > 0
+
+
 def test_a_step_of_unknown_shapes_is_refused():
     class NeedsValues(TinyLM):
         def training_step(self, batch, batch_idx):

@@ -477,8 +477,8 @@ def _make_trainer() -> L.Trainer:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             trainer = L.Trainer(
-                accelerator="cpu",
-                devices=1,
+                strategy=SingleDeviceStrategy("cpu"),
+                plugins=[LightningEnvironment()],  # others, such as SLURM's, check the number of processes
                 max_epochs=1,
                 logger=False,
                 enable_checkpointing=False,

@@ -256,7 +256,7 @@ class RecomputedForward(WrappedForward):
         self.changing = {place for place in _buffers_of(module) if isinstance(place[0], norms)}
         self.seen = False
         self.looked = False
-        self.may_write, self.has_written = True, False  # whether a forward writes to parameters, as the first may
+        self.watched = 1  # number of coming forwards that may write to parameters, as the first
         # Watched only where some code could set them, since that takes time at each forward.
         self.attributes = list(map(_Attributes, module.modules()))
         if not any(_sets_attributes(kind) for one in module.modules() for kind in type(one).__mro__):
@@ -294,7 +294,7 @@ class RecomputedForward(WrappedForward):
 
         So are parameters of modules that set attributes, as in a lazy initialization.
         """
-        parameters = list(self.module.parameters()) if self.attributes and self.may_write else []
+        parameters = list(self.module.parameters()) if self.attributes and self.watched else []
         copies = [(p, p.detach().clone()) for p in parameters if _norm_of(p) is not None]
         self.seen = False  # which buffers change is not known yet: copy all
         _, again = self.contexts(nullcontext(), nullcontext())
@@ -364,14 +364,13 @@ class RecomputedForward(WrappedForward):
         @contextmanager
         def forward() -> Iterator[None]:
             before, hooks = [one.read() for one in self.attributes], _count_hooks(self.attributes)
-            parameters = list(self.module.parameters()) if self.may_write else []
+            parameters = list(self.module.parameters()) if self.watched else []
             norms = list(map(_norm_of, parameters))
             with keeping:
                 yield
             # Done once, as hooks are installed by models of transformers, and so is the flag that says so.
             written = list(map(_norm_of, parameters)) != norms
-            self.has_written |= written
-            self.may_write = self.has_written
+            self.watched = _WATCHED if written else max(0, self.watched - 1)
             if written or _count_hooks(self.attributes) != hooks:
                 return
             for one, (values, copies) in zip(self.attributes, before, strict=True):
@@ -394,6 +393,7 @@ class RecomputedForward(WrappedForward):
 
 
 _CONTAINERS = (list, dict, set, deque)
+_WATCHED = 64  # forwards after one that wrote to parameters, which a trial may have undone
 
 
 class _Attributes:

@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from lightning_fasttrain.core.distributed import from_all_ranks
+from lightning_fasttrain.core.distributed import from_all_ranks, rank_count
 from lightning_fasttrain.core.messages import explain, list_some, note_once, say, warn
 from lightning_fasttrain.data.normalizer.count_targets import Count, CountRule
 from lightning_fasttrain.data.normalizer.split_rule import (
@@ -144,6 +144,8 @@ def _try_further(verdict: _Verdict, trial: Trial, stage: Stage, samples: Iterato
     A hook of the user's that clips gradients, for example, does not show in one alone.
     """
     if not verdict.is_right or not stage.gradients or trial.has_two_gradients:
+        return []
+    if rank_count() > 1:  # a step may communicate, and other ranks may need no further samples
         return []
     for sample in samples:
         tried = try_split(replace(stage, in_turn=False), iter([sample]), trial.precision)
