@@ -452,3 +452,28 @@ def test_a_metric_that_counts_batches_is_named_once_and_one_that_counts_targets_
     assert module.weighted.compute() == pytest.approx(float(plain.weighted.compute()), rel=1e-6)
     assert module.right.compute() == pytest.approx(float(plain.right.compute()), rel=1e-6)
     assert module.mean.compute() != pytest.approx(float(plain.mean.compute()), rel=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:.*returned `None`")
+def test_a_skipped_batch_leaves_what_a_metric_has_of_earlier_ones():
+    class Net(TinyLM):
+        def __init__(self):
+            super().__init__(optimizer=sgd)
+            self.right = MulticlassAccuracy(VOCAB, ignore_index=-100, average="micro")
+
+        def training_step(self, batch, batch_idx):
+            if (batch["labels"] == -100).all(1).any():
+                return None
+            logits = self(batch["input_ids"])
+            self.right(logits.flatten(0, 1), batch["labels"].flatten())
+            self.log("right", self.right, on_step=True, on_epoch=True)
+            return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+    seen, given = [], batches(hiding=False)
+    given[2]["labels"][-1] = -100
+    for techniques in ([], [ft.MicroBatching(2)]):
+        module = Net()
+        t = trainer(techniques)
+        t.fit(module, as_loader(given))
+        seen.append(t.callback_metrics["right_epoch"].item())
+    assert seen[0] == pytest.approx(seen[1], rel=1e-6)

@@ -16,7 +16,13 @@ from torchmetrics import Metric, MetricCollection
 from lightning_fasttrain.core.host.lightning import logging_as
 from lightning_fasttrain.core.messages import note_once, warn
 from lightning_fasttrain.core.modules.wrapped_forward import patched
-from lightning_fasttrain.core.state.restore import MetricState, add_to_metric_, read_metric, show_step_value_
+from lightning_fasttrain.core.state.restore import (
+    MetricState,
+    add_to_metric_,
+    read_metric,
+    show_step_value_,
+    write_metric_,
+)
 from lightning_fasttrain.data.normalizer.count_targets import CountRule
 from lightning_fasttrain.data.normalizer.micro_batch_weights import MicroBatchWeights, Number, add_counts
 from lightning_fasttrain.data.normalizer.split_rule import LOSS, OWN, SUM, LogRule, LogRules
@@ -86,9 +92,14 @@ class BatchLogs:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Collect the calls of the module's ``log`` in the context."""
-        with patched(self.module, "log", self._collect):
-            yield
+        """Collect the calls of the module's ``log`` in the context; if it fails, metrics are as before the batch."""
+        try:
+            with patched(self.module, "log", self._collect):
+                yield
+        except BaseException:  # the batch runs again, or is skipped
+            for key, state in self._earlier.items():
+                write_metric_(self._metrics[key], state)
+            raise
 
     def _collect(self, name: str, value: object, *args: object, **kwargs: object) -> None:
         given = {**dict(zip(_BY_POSITION, args, strict=False)), **kwargs}
