@@ -119,3 +119,12 @@ def test_negative_control_the_faults_change_the_training():
 def is_alike(plain, other):
     shared = plain.keys() & other.keys()
     return largest_difference({n: plain[n] for n in shared}, {n: other[n] for n in shared}) < 1e-6
+
+
+@pytest.mark.parametrize("count", ["targets", lambda batch: (batch["labels"] != -100).sum()], ids=["named", "function"])
+def test_a_given_count_holds_on_further_samples_and_a_clipping_hook_shows(count):
+    """Of the rows that are tried first, one has targets."""
+    technique = ft.MicroBatching(3, count=count)
+    assert largest_difference(run(Plain, []), run(Plain, [technique])) < 1e-12
+    with pytest.raises(ValueError, match="count= does not split this loss exactly|depend on one another"):
+        run(faults.HookOnParameter, [ft.MicroBatching(3, count=count)])

@@ -400,13 +400,9 @@ class BatchClosures:
             zero_grad()
         elif has_gradients:
             what = "training_step returned None for one micro-batch inside an accumulation window"
-            why = (
-                "the unsplit step would skip the batch, and gradients of its other micro-batches are in the sum already"
-            )
+            why = "the unsplit step would skip the batch, and its other micro-batches are in the sum already"
             raise RuntimeError(explain(what, why, "Return a loss of zero, or leave such batches out of the loader"))
-        note_once(
-            "MicroBatching: training_step returned None for a micro-batch; the batch is skipped, as it is unsplit"
-        )
+        note_once("MicroBatching: the batch is skipped, since training_step returned None for a micro-batch of it")
         if self.search.window is not None:
             self.search.window.add(0, optimizer)
         if not accumulation_continues(self.trainer):

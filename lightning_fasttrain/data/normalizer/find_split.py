@@ -77,7 +77,7 @@ def find_split(
     # test_micro_batches_train_as_the_unsplit_batches[(w / w.mean() * e).mean()] shows it.
     altered = [*_try_further(verdict, trial, stage, samples), *_try_altered(verdict, trial, stage)]
     for other in altered:
-        judged = _judge(other, "auto", None)
+        judged = _judge(other, count if callable(count) else "auto", None)
         if not judged.is_right:
             why = judged.why_not or "samples of a batch depend on one another if their weights or masks differ"
             verdict = _Verdict(verdict.trial, why_not=why)
@@ -175,9 +175,9 @@ def _add_divisor(verdict: _Verdict, altered: _Verdict, trial: Trial, preferred: 
 
     A count that is kept from zero, as by ``clamp(min=1)``, is 1 in samples of which only one counts.
     """
-    assert verdict.read is not None
-    assert altered.read is not None
-    if verdict.read.term is not None or altered.read.term is None or verdict.read.structure != altered.read.structure:
+    if verdict.read is None or altered.read is None or verdict.read.structure != altered.read.structure:
+        return verdict
+    if verdict.read.term is not None or altered.read.term is None:
         return verdict
     error = trial.error(LossSplit(altered.read, None).list_weights)
     if error > verdict.limit:
