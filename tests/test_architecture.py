@@ -17,7 +17,7 @@ PACKAGE = Path(lightning_fasttrain.__file__).parent
 # Rooms by floor, the lowest first. A room imports lower floors only: those of one floor do not know one another.
 FLOORS = (
     ("core",),
-    ("technique",),
+    ("technique", "trial"),
     ("architecture", "data", "loss", "model", "optim", "finetune", "run"),
     ("predict",),
     ("dry_run", "strategy"),

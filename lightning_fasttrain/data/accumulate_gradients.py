@@ -18,15 +18,15 @@ from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.data.normalizer.count_targets import Count, CountRule, named_count
 from lightning_fasttrain.data.normalizer.find_count import stage_of
 from lightning_fasttrain.data.normalizer.find_split import CannotSplitError
-from lightning_fasttrain.data.normalizer.micro_batch_weights import Number
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit, OtherSplitError
 from lightning_fasttrain.data.normalizer.step_weights import StepWeights
-from lightning_fasttrain.data.normalizer.trial.runs import key_of, loss_of
-from lightning_fasttrain.data.normalizer.trial.try_split import Looks
 from lightning_fasttrain.data.padding.trim_search import TrimPadding, TrimSearch, check_budget
 from lightning_fasttrain.data.step_gradients import StepGradients, add_gradients, sum_gradients_in_float32
 from lightning_fasttrain.data.trunk.find_trunk import OUT_OF_TRIES, TRIES, BatchSearch, Found, guess_split, is_guess
 from lightning_fasttrain.data.trunk.micro_batch_forward import Trunk
+from lightning_fasttrain.trial.read_normalizers import Number
+from lightning_fasttrain.trial.runs import key_of, loss_of
+from lightning_fasttrain.trial.try_split import Looks
 
 Step = Callable[[Any], Any]
 Backward = Callable[[Tensor], Any]

@@ -7,6 +7,7 @@ import lightning as L
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_fasttrain.core.batch.leaves import split_batch
 from lightning_fasttrain.core.batch.padded_axes import padding_in
 from lightning_fasttrain.core.checks import PositiveInt, positive_int
 from lightning_fasttrain.core.messages import explain, number_of
@@ -15,14 +16,13 @@ from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.data.closure.micro_batch_closure import BatchClosures
 from lightning_fasttrain.data.normalizer.count_targets import Count, CountRule, named_count, rule_in, rule_state
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit
-from lightning_fasttrain.data.normalizer.trial.deterministic_step import list_batch_statistics
 from lightning_fasttrain.data.out_of_memory import FurtherSavings, Together, refuse_collectives, together_of
 from lightning_fasttrain.data.padding.trim_search import LOOKED_FOR, TrimPadding, TrimSearch, check_budget
-from lightning_fasttrain.data.split_batch import split_batch
 from lightning_fasttrain.data.trunk.find_trunk import Through
 from lightning_fasttrain.technique import Capability, Conflict, Exactness, Technique, check_together
 from lightning_fasttrain.technique.declarations import PredictedStep
 from lightning_fasttrain.technique.technique import techniques_of
+from lightning_fasttrain.trial.deterministic_step import list_batch_statistics
 
 
 class MicroBatching(Technique):

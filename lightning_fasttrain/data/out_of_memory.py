@@ -20,9 +20,9 @@ from torchmetrics import Metric
 
 from lightning_fasttrain.core.checks import PositiveInt, check_arguments
 from lightning_fasttrain.core.host.lightning import replicates
-from lightning_fasttrain.core.messages import explain, say
+from lightning_fasttrain.core.messages import explain, list_some, say
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
-from lightning_fasttrain.core.state.restore import remember, remember_gradients
+from lightning_fasttrain.core.state.step_state import StepState
 from lightning_fasttrain.technique import Exactness, Surgery, Technique, apply
 
 _WAITS = "the other ranks would wait there for a rank that runs out of memory earlier"
@@ -36,6 +36,24 @@ class Together:
         # Every process is a member, so every process must create it.
         self._group: dist.ProcessGroup | None = dist.new_group(backend="gloo") if several else None
         self.agree = Agreement(self._group)
+        self._written: set[str] = set()  # parameters that the step itself writes
+        self._batches = 0
+
+    @contextmanager
+    def restorable(self, model: nn.Module) -> Iterator[StepState]:
+        """Enter a context for a batch; yields the state before it, with the parameters that earlier ones have written.
+
+        Which ones is looked at in the batches 1, 2, 4, 8, and so on: at first, a teacher may equal its student.
+        """
+        state = StepState([model])
+        state.copy(self._written)
+        self._batches += 1
+        is_examined = not self._batches & (self._batches - 1)
+        if is_examined:
+            state.note_sizes()
+        yield state
+        if is_examined:
+            self._written.update(state.list_lost())
 
     @contextmanager
     def run_alone(self) -> Iterator[None]:
@@ -346,14 +364,15 @@ def split_until_it_fits(
     *,
     then: Iterable[Callable[[], object]] = (),
     agree: Agreement | None = None,
+    state: StepState | None = None,
 ) -> tuple[Result, int]:
     """Run ``attempt(n)``; whenever it runs out of memory, restore the state and run it with twice as many
     micro-batches.
 
-    Restored are the random states (torch, CUDA, Python, NumPy), the model's buffers (BatchNorm), its metrics, the plain
-    values and lists among its attributes, and its gradients, so the result is that of a run which had the larger ``n``
-    from the start. Gradients that exist beforehand, within an accumulation window, are copied for this. Other side
-    effects of the attempt are not undone.
+    Restored are the random states (torch, CUDA, Python, NumPy), the model's buffers (BatchNorm), its metrics, its
+    attributes and what is in them, and its gradients, so the result is that of a run which had the larger ``n`` from
+    the start. Gradients that exist beforehand, within an accumulation window, are copied for this. Parameters are not:
+    where an attempt has written to one before memory ran out, as a step may that updates a teacher, it is an error.
 
     Args:
         attempt: runs forward and backward of one batch in the given number of micro-batches.
@@ -364,12 +383,14 @@ def split_until_it_fits(
             restarts with one micro-batch, since the memory it saves may be enough for larger ones.
         agree: on several ranks, how they exchange outcomes, so that all continue in the same way. The attempt must not
             wait for other ranks, so gradients must be synchronized afterwards.
+        state: what is restored before each further attempt; read now if None.
 
     Returns:
         The result of the attempt, and the number of micro-batches that fitted.
 
     Raises:
-        torch.OutOfMemoryError: single samples do not fit either, on this rank or another.
+        torch.OutOfMemoryError: single samples do not fit either, on this rank or another; or the attempt had written to
+            parameters.
         RuntimeError: another rank failed otherwise, or has exited.
 
     Example:
@@ -385,11 +406,15 @@ def split_until_it_fits(
     """
     agree = agree or Agreement()
     measures = list(then)
-    restore, restore_gradients = remember([model]), remember_gradients(model)
+    if state is None:
+        state = StepState([model])
+        state.note_sizes()
+    restore_gradients = _remember_gradients(model)
     while True:
         try:
             result = attempt(n)
         except torch.OutOfMemoryError as error:
+            _refuse_lost(state, error, agree)
             worst = agree(Outcome.TOO_LARGE if n < most else Outcome.TOO_LARGE_IN_ONES, most)
             if worst.outcome is Outcome.FAILED or (worst.outcome is Outcome.TOO_LARGE_IN_ONES and not measures):
                 error.add_note(_note(error, n, most))
@@ -404,7 +429,7 @@ def split_until_it_fits(
             del result  # the next attempt needs its memory
             _end_with(worst, n, bool(measures))
         # Outside the handler, since the error's traceback holds the activations of the failed attempt.
-        restore()
+        state.restore()
         restore_gradients()
         gc.collect()  # frees tensors that lie in cycles of references
         torch.cuda.empty_cache()
@@ -415,6 +440,33 @@ def split_until_it_fits(
             where = f" on rank {worst.rank}" if agree.has_others else ""
             say("Out of memory with %d micro-batches%s: repeating the batch with %d", n, where, min(2 * n, worst.most))
             n = min(2 * n, worst.most)
+
+
+def _refuse_lost(state: StepState, error: torch.OutOfMemoryError, agree: Agreement) -> None:
+    """Raise the error if the attempt has written what cannot be restored."""
+    lost = state.list_lost()
+    if lost:
+        agree.give_up()
+        what = (
+            f"The batch cannot be repeated in smaller micro-batches: the step had already written to {list_some(lost)}"
+        )
+        error.add_note(f"{what}. {_WAY_OUT}, or run a forward beforehand if this is its initialization.")
+        raise error
+
+
+def _remember_gradients(model: nn.Module) -> Callable[[], None]:
+    """Remember the gradients that are there; returns how to put them back."""
+    grads = [(parameter, _copy_of(parameter.grad)) for parameter in model.parameters()]
+
+    def restore() -> None:
+        for parameter, before in grads:
+            parameter.grad = _copy_of(before)  # it may be restored again
+
+    return restore
+
+
+def _copy_of(gradient: Tensor | None) -> Tensor | None:
+    return None if gradient is None else gradient.detach().clone()
 
 
 def _end_with(worst: Verdict, n: int, has_more: bool) -> None:

@@ -27,7 +27,7 @@ from lightning_fasttrain.estimate.scaling_laws import (
     outside_of_range,
 )
 from lightning_fasttrain.estimate.training_estimate import LawEstimate, Speed, TrainingEstimate
-from lightning_fasttrain.predict.fake_model import Factory, fake_model
+from lightning_fasttrain.predict.fake_step import Factory, fake_model
 from lightning_fasttrain.predict.predict_memory import PRECISIONS, Loss
 from lightning_fasttrain.technique import Technique
 from lightning_fasttrain.technique.declarations import PredictedStep

@@ -12,7 +12,7 @@ from lightning_fasttrain.estimate.counted_flops import StepFlops
 from lightning_fasttrain.estimate.measured_step import MeasuredStep
 from lightning_fasttrain.estimate.transformer_flops import Recomputation
 from lightning_fasttrain.predict import predict_memory
-from lightning_fasttrain.predict.fake_model import Factory
+from lightning_fasttrain.predict.fake_step import Factory
 from lightning_fasttrain.predict.predict_memory import Loss
 from lightning_fasttrain.technique import Technique
 

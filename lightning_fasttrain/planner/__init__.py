@@ -1,6 +1,6 @@
 """Choose the fastest combination of techniques that fits a memory limit, and explain what acts on a run.
 
-From the bottom up: ``catalogue``, ``suggestions``, ``advice``, ``candidates``, ``several_devices``, ``timing``,
+From the bottom up: ``catalogue``, ``advice``, ``candidates``, ``several_devices``, ``timing``,
 ``plan``, ``search``, ``make_plan``, ``auto``, ``auto_batch_size``.
 """
 

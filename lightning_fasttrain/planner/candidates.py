@@ -17,7 +17,7 @@ from lightning_fasttrain.dry_run.verification.short_run import quietly
 from lightning_fasttrain.model.memory_budget.memory_budget import MemoryBudget
 from lightning_fasttrain.planner.catalogue import code_of, config_of, known_techniques
 from lightning_fasttrain.predict import predict_memory
-from lightning_fasttrain.predict.fake_model import fake_model
+from lightning_fasttrain.predict.fake_step import fake_model
 from lightning_fasttrain.technique import Exactness, Setting, Technique, check_together
 from lightning_fasttrain.technique.declarations import Facts, add_model
 

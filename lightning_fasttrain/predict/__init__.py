@@ -2,8 +2,8 @@
 
 The step runs on tensors with shapes but without memory. Workspace of kernels is added where its size is known.
 
-From the bottom up: ``operators``, ``allocation_trace``, ``caching_allocator``, ``traced_step``, ``fake_model``,
-``kernel_workspace``, ``cuda``, ``memory_report``, ``sharded_model``, ``one_rank``, ``predict_memory``, ``count_flops``.
+From the bottom up: ``operators``, ``allocation_trace``, ``caching_allocator``, ``fake_step``, ``kernel_workspace``,
+``cuda``, ``memory_report``, ``sharded_model``, ``one_rank``, ``predict_memory``.
 """
 
 from typing import TYPE_CHECKING
@@ -12,9 +12,8 @@ from lightning_fasttrain.core.package import import_names_when_used
 
 import_names_when_used(__name__)
 if TYPE_CHECKING:
-    from lightning_fasttrain.predict.count_flops import count_flops
     from lightning_fasttrain.predict.memory_report import MemoryReport
-    from lightning_fasttrain.predict.predict_memory import predict_memory
+    from lightning_fasttrain.predict.predict_memory import count_flops, predict_memory
 
 __all__ = [
     "MemoryReport",

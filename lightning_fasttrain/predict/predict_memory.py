@@ -1,4 +1,4 @@
-"""Predict the memory that a training step will need, without allocating it."""
+"""Predict the memory that a training step will need, and count its FLOPs, without allocating anything."""
 
 import functools
 import itertools
@@ -14,25 +14,37 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
+from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_fasttrain.core.checks import NonNegativeInt, PositiveInt, check_arguments, one_of
 from lightning_fasttrain.core.device import traced_as
 from lightning_fasttrain.core.host.lightning import attached_trainer, configured_optimizers, give_optimizers
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.parameters import names_of_parameters, parameters_of
+from lightning_fasttrain.data.accumulate_gradients import loss_of
 from lightning_fasttrain.optim.named.build_optimizer import make_optimizer
 from lightning_fasttrain.optim.named.state_bytes import early_state, make_twin, tensors_in
 from lightning_fasttrain.predict.allocation_trace import AllocationTrace
 from lightning_fasttrain.predict.caching_allocator import GRANULE, place_in_blocks
 from lightning_fasttrain.predict.cuda.cuda_dispatch import CUBLAS_WORKSPACE, AsOnCuda, step_in_lists_
 from lightning_fasttrain.predict.cuda.cuda_workspace import CUDA_WORKSPACE
-from lightning_fasttrain.predict.fake_model import Factory, fake_batch, fake_model, find_longest_axis, settle_
+from lightning_fasttrain.predict.fake_step import (
+    Factory,
+    fake_batch,
+    fake_model,
+    fake_module,
+    find_longest_axis,
+    lend_optimizers,
+    settle_,
+    step_as_trainer,
+    step_by_itself,
+)
 from lightning_fasttrain.predict.kernel_workspace import CPU_WORKSPACE, KEPT, quantized_workspace
 from lightning_fasttrain.predict.memory_report import MemoryReport, join_range, peak_of, report
 from lightning_fasttrain.predict.one_rank import OneRank
 from lightning_fasttrain.predict.operators.data_dependent_values import AssumedArrays, AssumedNumbers
-from lightning_fasttrain.predict.traced_step import lend_optimizers, step_as_trainer, step_by_itself
 from lightning_fasttrain.technique import Technique, check_together
 from lightning_fasttrain.technique.declarations import PredictedStep
 
@@ -419,3 +431,40 @@ def explaining_errors() -> Iterator[None]:
         why = "the shape of its result depends on tensor values, which a prediction does not have"
         way_out = "Pass loss=, a function of (module, batch) that does not need it"
         raise ValueError(explain(f"{error.func} cannot be predicted", why, way_out)) from error
+
+
+@check_arguments
+def count_flops(module: nn.Module | Factory, batch: object, *, loss: Loss | None = None) -> int:
+    """Count the floating-point operations of a plain forward and backward, without computing anything.
+
+    Matrix products, convolutions and attention (causal attention counts as full) are counted, with two FLOPs per
+    multiply-add. Recomputation by techniques is excluded: pass the model as it is before them. The result is therefore
+    the count that "model FLOPs utilization" uses.
+
+    Args:
+        module: a function that builds the model, or the model, which is not changed.
+        batch: one batch of the loader.
+        loss: (module, batch) → loss, instead of ``training_step``.
+
+    Raises:
+        TypeError: no model, no loss, or a model that cannot be copied.
+        ValueError: the code has shapes that depend on tensor values.
+
+    Example:
+        >>> import torch
+        >>> count_flops(nn.Linear(10, 20), torch.zeros(5, 10), loss=lambda net, batch: net(batch).sum())
+        4000
+
+    Source:
+        Chowdhery et al. 2022 (PaLM), appendix B, https://arxiv.org/abs/2204.02311; counted by torch's
+        ``FlopCounterMode``.
+    """
+    mode, counter = FakeTensorMode(allow_non_fake_inputs=True), FlopCounterMode(display=False)
+    # Nothing is drawn on CUDA, and asking for its state would initialize it.
+    with isolate_rng(include_cuda=False), explaining_errors():
+        net = fake_module(module, mode)
+        forward = forward_of(net, loss, Precision())
+        # Torch does not count the CPU kernel of attention, but does count its matrix products.
+        with attached_trainer(net), mode, AssumedNumbers(truth=False), sdpa_kernel(SDPBackend.MATH), counter:
+            loss_of(forward(fake_batch(batch, mode))).backward()
+    return counter.get_total_flops()

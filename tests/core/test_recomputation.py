@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from lightning_fasttrain.core.modules.recomputation import recompute_in_backward
-from lightning_fasttrain.core.state.restore import Surroundings
+from lightning_fasttrain.core.state.surroundings import Surroundings
 
 
 def recompute(function, *inputs):

@@ -288,3 +288,38 @@ def test_hooks_that_a_first_forward_installs_are_removed_with_the_flag_that_says
     ran.clear()
     model(torch.ones(1))
     assert ran == [1]
+
+
+WRITES = {
+    "in place": lambda p: p.mul_(1.5),
+    "by its data": lambda p: p.data.mul_(1.5),
+    "by a view": lambda p: p.data.view(-1)[:1].add_(1),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_writes_that_nothing_watched_are_named_and_those_to_copies_are_restored(write):
+    net = nn.Linear(2, 2)
+    before = net.weight.detach().clone()
+    for copied in ([], ["weight"]):
+        state = StepState([net])
+        state.copy(copied)
+        state.note_sizes()
+        with torch.no_grad():
+            write(net.weight)
+        assert state.list_lost() == ([] if copied else ["weight"])
+        state.restore()
+        assert torch.equal(net.weight, before) is bool(copied)
+        with torch.no_grad():
+            net.weight.copy_(before)
+
+
+def test_buffers_are_left_alone_where_only_attributes_are_asked_for():
+    net = nn.BatchNorm1d(2)
+    net.calls = torch.zeros(())
+    state = StepState([net], parameters=False, buffers=False)
+    net(torch.randn(4, 2))
+    net.calls += 1
+    assert state.changed() == ["calls"]
+    state.restore()
+    assert (net.num_batches_tracked, net.calls) == (1, 0)

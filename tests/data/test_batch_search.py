@@ -13,10 +13,10 @@ from torch import Tensor, nn
 import lightning_fasttrain as ft
 from lightning_fasttrain.data.normalizer.find_split import CannotSplitError
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit, OtherSplitError
-from lightning_fasttrain.data.normalizer.trial import try_split
-from lightning_fasttrain.data.normalizer.trial.try_split import Looks, Stage
 from lightning_fasttrain.data.trunk import find_trunk
 from lightning_fasttrain.data.trunk.find_trunk import BatchSearch, guess_split, is_guess
+from lightning_fasttrain.trial import try_split
+from lightning_fasttrain.trial.try_split import Looks, Stage
 from tests.support.nets import Gradients, TinyLM, as_loader, fit, gradients, largest_difference, lm_batches, trainer
 
 BATCHES = 4

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
 import lightning_fasttrain as ft
+from lightning_fasttrain.core.batch.leaves import split_sizes
 from lightning_fasttrain.data import accumulate_gradients, micro_batch_forward_
-from lightning_fasttrain.data.split_batch import split_sizes
 from tests.data.losses_hugging_face import LOSSES_HUGGING_FACE
 from tests.data.losses_of_batches import info_nce
 from tests.support.nets import DIM, Block, Gradients, as_loader, gradients, heard, largest_difference, trainer, weights

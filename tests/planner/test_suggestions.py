@@ -1,5 +1,6 @@
 """What is said of the loader, from how long its samples take, and of the optimizer, from what it keeps."""
 
+import os
 import time
 
 import pytest
@@ -7,8 +8,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.planner import suggestions
-from lightning_fasttrain.planner.suggestions import suggest_leaner_optimizer, suggest_trimming, suggest_workers
+from lightning_fasttrain.planner.make_plan import suggest_leaner_optimizer, suggest_trimming, suggest_workers
 from tests.support.nets import ShallowLM, as_loader, lm_batches, padded_batches
 
 
@@ -37,8 +37,8 @@ class Clock:
 @pytest.fixture
 def slow(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(suggestions.time, "perf_counter", clock)
-    monkeypatch.setattr(suggestions.os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(time, "perf_counter", clock)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
     return Slow(clock)
 
 

@@ -223,6 +223,42 @@ class StateOfBlock(Plain):
     block = Cooling
 
 
+class GeneratorOfBlock(Plain):
+    """A block that draws from a generator of its own."""
+
+    refusable = True
+
+    class Noisy(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.noise = torch.Generator().manual_seed(3)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return super().forward(x, mask) * (1 + torch.rand((), generator=self.noise))
+
+    block = Noisy
+
+
+class DeepStateOfBlock(Plain):
+    """A block with numbers in a dataclass, in a dict of dicts, and in a tensor that is no buffer."""
+
+    refusable = True
+
+    class Counting(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.progress, self.counts, self.calls = Progress(), {"of": {"block": 0}}, torch.zeros(())
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            self.progress.steps += 1
+            self.counts["of"]["block"] += 1
+            self.calls += 1
+            calls = self.progress.steps + self.counts["of"]["block"] + self.calls
+            return super().forward(x, mask) * (1 + 1 / calls)
+
+    block = Counting
+
+
 class LazyBlock(Plain):
     """A block that initializes itself in its first forward."""
 

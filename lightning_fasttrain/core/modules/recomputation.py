@@ -1,32 +1,25 @@
 """Run a function, or a module's forward, so that its saved tensors are recomputed in the backward."""
 
 import sys
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
-from copy import copy
-from dis import get_instructions
-from functools import cache
 from itertools import islice
-from operator import is_
-from types import CodeType, FunctionType
 from typing import Any, TypeGuard
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch._guards import detect_fake_mode
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from lightning_fasttrain.core.distributed import is_sharded
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.forward_attributes import Again, Contexts, ForwardAttributes
 from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward
-from lightning_fasttrain.core.state.restore import Surroundings, remember_attributes
-
-Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+from lightning_fasttrain.core.state.step_state import StepState
+from lightning_fasttrain.core.state.surroundings import Surroundings
 
 
 @torch._disable_dynamo
@@ -256,11 +249,7 @@ class RecomputedForward(WrappedForward):
         self.changing = {place for place in _buffers_of(module) if isinstance(place[0], norms)}
         self.seen = False
         self.looked = False
-        self.watched = 1  # number of coming forwards that may write to parameters, as the first
-        # Watched only where some code could set them, since that takes time at each forward.
-        self.attributes = list(map(_Attributes, module.modules()))
-        if not any(_sets_attributes(kind) for one in module.modules() for kind in type(one).__mro__):
-            self.attributes = [one for one in self.attributes if one.containers]
+        self.attributes = ForwardAttributes(module)
 
     def versions_of(self, inputs: Iterable[object]) -> list[int]:
         """Return how often each tensor among the inputs was written to, before the first forward in training."""
@@ -290,30 +279,32 @@ class RecomputedForward(WrappedForward):
 
     @contextmanager
     def leaving_no_trace(self) -> Iterator[None]:
-        """For a forward that does not count: random states, buffers and attributes are afterwards as they were.
+        """For a forward that does not count: afterwards all is as it was.
 
-        So are parameters of modules that set attributes, as in a lazy initialization.
+        That is random states, buffers, attributes and what is in them, and, while a forward may be a first one that
+        initializes them, parameters.
         """
-        parameters = list(self.module.parameters()) if self.attributes and self.watched else []
-        copies = [(p, p.detach().clone()) for p in parameters if _norm_of(p) is not None]
         self.seen = False  # which buffers change is not known yet: copy all
-        _, again = self.contexts(nullcontext(), nullcontext())
+        _, again = self._with_buffers(nullcontext(), nullcontext())
         around = Surroundings(islice(self.module.parameters(), 1))
-        restore_attributes = remember_attributes(self.module.modules())
+        state = StepState([self.module], parameters=not is_sharded(self.module))
+        if self.attributes.may_write_parameters:
+            state.copy_all()
         try:
             with around.restored(), again, capturing_nothing():
                 yield
         finally:
-            restore_attributes()
-            for parameter, before in copies:
-                if not torch.equal(parameter, before):
-                    parameter.data.copy_(before)
+            state.restore()
             self.seen = False
 
     def contexts(self, keeping: AbstractContextManager[object], reusing: AbstractContextManager[object]) -> Contexts:
         """Return the contexts of forward and recomputation, each with a further context entered inside."""
-        if self.attributes:
-            keeping, reusing = self._with_attributes(keeping, reusing)
+        return self._with_buffers(*self.attributes.contexts(keeping, reusing))
+
+    def _with_buffers(
+        self, keeping: AbstractContextManager[object], reusing: AbstractContextManager[object]
+    ) -> Contexts:
+        """Return the contexts of forward and recomputation, in which buffers are as before the forward."""
         buffers = _buffers_of(self.module)
         if not buffers:
             return keeping, reusing
@@ -350,129 +341,6 @@ class RecomputedForward(WrappedForward):
                     owner._buffers[key] = buffer
 
         return forward(), Again(recompute)
-
-    def _with_attributes(
-        self, keeping: AbstractContextManager[object], reusing: AbstractContextManager[object]
-    ) -> Contexts:
-        """Return the contexts of forward and recomputation, in which attributes that the forward sets are as before it.
-
-        A temperature that is lowered at each forward, for example, or the flag of a cache. Where a forward, such as the
-        first, also writes to parameters, which are not restored, attributes stay as it has set them.
-        """
-        changed: list[tuple[dict[str, Any], str, Any]] = []
-
-        @contextmanager
-        def forward() -> Iterator[None]:
-            before, hooks = [one.read() for one in self.attributes], _count_hooks(self.attributes)
-            parameters = list(self.module.parameters()) if self.watched else []
-            norms = list(map(_norm_of, parameters))
-            with keeping:
-                yield
-            # Done once, as hooks are installed by models of transformers, and so is the flag that says so.
-            written = list(map(_norm_of, parameters)) != norms
-            self.watched = _WATCHED if written else max(0, self.watched - 1)
-            if written or _count_hooks(self.attributes) != hooks:
-                return
-            for one, (values, copies) in zip(self.attributes, before, strict=True):
-                for name, value in one.list_changed(values, copies):
-                    changed.append((vars(one.module), name, value))
-
-        @contextmanager
-        def recompute() -> Iterator[None]:
-            now = [(held, name, held.get(name, _MISSING)) for held, name, _ in changed]
-            for held, name, value in changed:
-                _set_attribute(held, name, copy(value) if type(value) in _CONTAINERS else value)
-            try:
-                with reusing:
-                    yield
-            finally:
-                for held, name, value in now:
-                    _set_attribute(held, name, value)
-
-        return forward(), Again(recompute)
-
-
-_CONTAINERS = (list, dict, set, deque)
-_WATCHED = 64  # forwards after one that wrote to parameters, which a trial may have undone
-
-
-class _Attributes:
-    """The attributes of a module."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.containers = self._find_containers()
-
-    def _find_containers(self) -> list[str]:
-        """Return the names of those that can be changed in place."""
-        held = vars(self.module)
-        return [name for name in held.keys() - _OF_MODULES if type(held[name]) in _CONTAINERS]
-
-    def read(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the attributes, and copies of the containers among them."""
-        values = dict(vars(self.module))
-        return values, {name: copy(values[name]) for name in self.containers if name in values}
-
-    def list_changed(self, values: dict[str, Any], copies: dict[str, Any]) -> list[tuple[str, Any]]:
-        """Return name and earlier value of what differs from what :meth:`read` returned."""
-        held = vars(self.module)
-        written = [name for name in copies if not _hold_the_same(values[name], copies[name])]
-        # Compared all at once, since this is done at each forward.
-        if not written and list(map(id, held.values())) == list(map(id, values.values())):
-            return []
-        self.containers = self._find_containers()
-        names = (values.keys() | held.keys()) - _OF_MODULES
-        written += [name for name in names if held.get(name, _MISSING) is not values.get(name, _MISSING)]
-        return [(name, copies.get(name, values.get(name, _MISSING))) for name in dict.fromkeys(written)]
-
-
-_MAKING = ("__init__", "__init_subclass__", "__setstate__")
-
-
-@cache
-def _sets_attributes(kind: type) -> bool:
-    """Whether a method of a class, other than those that make one, sets attributes of anything."""
-    if kind.__module__.startswith("torch.nn.modules."):
-        return False
-    functions = [getattr(value, "__wrapped__", value) for name, value in vars(kind).items() if name not in _MAKING]
-    return any(_stores(function.__code__) for function in functions if isinstance(function, FunctionType))
-
-
-def _stores(code: CodeType) -> bool:
-    if "setattr" in code.co_names:
-        return True
-    if any(one.opname in ("STORE_ATTR", "DELETE_ATTR") for one in get_instructions(code)):
-        return True
-    return any(map(_stores, (inner for inner in code.co_consts if isinstance(inner, CodeType))))
-
-
-def _norm_of(parameter: Tensor) -> float | None:
-    """Return a norm that tells whether a parameter has changed; None where it has no values here."""
-    hidden = parameter.is_meta or not parameter.is_floating_point() or is_traceable_wrapper_subclass(parameter)
-    if hidden or detect_fake_mode([parameter]) is not None:
-        return None
-    return float(torch.linalg.vector_norm(parameter.detach()))
-
-
-def _count_hooks(attributes: Sequence[_Attributes]) -> int:
-    return sum(len(one.module._forward_hooks) + len(one.module._forward_pre_hooks) for one in attributes)
-
-
-_MISSING = object()
-_OF_MODULES = frozenset(vars(nn.Module()))  # hooks and the like, and what is in other dicts
-
-
-def _hold_the_same(one: Any, other: Any) -> bool:
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(map(is_, one.values(), other.values()))
-    return len(one) == len(other) and (one == other if isinstance(one, set) else all(map(is_, one, other)))
-
-
-def _set_attribute(held: dict[str, Any], name: str, value: object) -> None:
-    if value is _MISSING:
-        held.pop(name, None)
-    else:
-        held[name] = value
 
 
 @contextmanager
@@ -526,17 +394,3 @@ def nodes_between(output: object, inputs: object) -> Iterator[Any]:
 
 def _grad_fns(values: object) -> list[Any]:
     return [leaf.grad_fn for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
-
-
-class Again(AbstractContextManager[None]):
-    """A context that can be entered again, as by a second backward through the same graph: ``make`` makes a new one."""
-
-    def __init__(self, make: Callable[[], AbstractContextManager[object]]) -> None:
-        self.make = make
-
-    def __enter__(self) -> None:
-        self.context = self.make()
-        self.context.__enter__()
-
-    def __exit__(self, *exception: Any) -> bool | None:
-        return self.context.__exit__(*exception)

@@ -1,26 +1,37 @@
 """See, name and restore everything that a training step changes besides gradients."""
 
-import enum
 import inspect
-import math
 import random
-import types
+import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.data import Dataset
 
 from lightning_fasttrain.core.state.rng import random_state, set_random_state
+from lightning_fasttrain.core.state.values import (
+    CODE,
+    DEEPEST,
+    GENERATORS,
+    PLAIN,
+    copy_value,
+    equal_tensors,
+    is_foreign,
+    is_same,
+    read_generator,
+    same_changes,
+    same_values,
+)
 
-# Values that never change: a step can only put another one in their place.
-_PLAIN = (int, float, complex, str, bytes, type(None), enum.Enum, range, slice, torch.dtype, torch.device, torch.Size)
-_CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, types.CodeType)
+_LEAVES = frozenset((*PLAIN, *CODE))
 # What Lightning sets on a module, and hooks: restored, since models set them at their first forward, but not reported.
 _HOOKS = sorted(name for name in vars(nn.Module()) if name.endswith("hooks"))
 _OF_HOST = frozenset(vars(nn.Module())) - {"training"} | {
@@ -32,17 +43,9 @@ _OF_HOST = frozenset(vars(nn.Module())) - {"training"} | {
     "forward",  # set by techniques, which may find their modules in a step
 }
 _OF_DEEPSPEED = ("applied_pre_backward_ref_cnt", "ds_grads_remaining")  # counts of its hooks, which are not reported
-# Packages whose objects, other than containers, are not visited: loaders, optimizers, loggers, threads.
-_FOREIGN = frozenset(
-    """builtins torch lightning pytorch_lightning lightning_fasttrain deepspeed logging threading
-    concurrent queue asyncio multiprocessing socket subprocess wandb mlflow tensorboard tensorboardX
-    comet_ml neptune clearml _thread""".split()  # noqa: SIM905
-)
 _MOST_OBJECTS = 100_000  # that are visited; what a model holds is some hundreds of modules
 _MOST_ITEMS = 10_000  # of a container that are visited one by one
 _LARGE = 2**26  # bytes: such tensors are tables that a step mostly reads, and are copied when they are written
-_SMALL = 1e-5  # relative difference of values that were computed in other batches
-_DEEPEST = 12  # containers and objects inside one another
 
 
 class StepState:
@@ -56,6 +59,7 @@ class StepState:
     Args:
         modules: the modules.
         parameters: whether parameters and hooks are visited; not where a strategy moves them, as sharding ones do.
+        buffers: whether buffers are visited.
 
     Attributes:
         unknown: names of iterators and generators, which cannot be restored.
@@ -74,13 +78,14 @@ class StepState:
         ([], True)
     """
 
-    def __init__(self, modules: Iterable[nn.Module], *, parameters: bool = True) -> None:
+    def __init__(self, modules: Iterable[nn.Module], *, parameters: bool = True, buffers: bool = True) -> None:
         self.unknown: list[str] = []
+        self._sizes: dict[int, Tensor] = {}
         self._generators = random_state()
         self._held: list[Any] = []  # each tells how it differs, and can be restored
         self._tensors: dict[int, _HeldTensor] = {}  # by storage
         self._visited: dict[int, object] = {}  # kept, so that no other object takes its id
-        self._with_parameters = parameters
+        self._with_parameters, self._with_buffers = parameters, buffers
         roots = list(dict.fromkeys(modules))
         for place, module in enumerate(roots):
             self._visit_module(module, f"{type(module).__name__}{place}" if len(roots) > 1 else "")
@@ -95,14 +100,53 @@ class StepState:
         """Put the states of the global random generators back."""
         set_random_state(self._generators)
 
-    def watch(self) -> TorchDispatchMode:
-        """Return a context in which a parameter or large tensor is copied before an operation writes to it."""
-        return _CopyBeforeWriting(self._tensors)
+    @property
+    def own_generators(self) -> list[Any]:
+        """The generators of random numbers that hang on the modules."""
+        return [held.generator for held in self._held if isinstance(held, _HeldGenerator)]
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Copy a parameter or large tensor before an operation writes to it, in a context where nothing is compiled."""
+        with without_compiling(), _CopyBeforeWriting(self._tensors):
+            yield
 
     def copy_all(self) -> None:
         """Copy parameters and large tensors, too, where :meth:`watch` sees nothing, as of compiled code."""
         for held in self._tensors.values():
             held.keep_copy()
+
+    def copy(self, names: Collection[str]) -> None:
+        """Copy the parameters and large tensors of these names."""
+        for held in self._tensors.values():
+            if held.name in names:
+                held.keep_copy()
+
+    def note_sizes(self) -> None:
+        """Note the norms of what is not copied, for :meth:`list_lost`."""
+        self._sizes = self._read_sizes()
+
+    def list_lost(self) -> list[str]:
+        """Return the names of what was written but not copied, so that it cannot be restored; waits for the device.
+
+        Found where nothing watches, as in compiled code or in a step that is timed: by the version of a tensor and,
+        after :meth:`note_sizes`, by its norm.
+        """
+        sizes = self._read_sizes() if self._sizes else {}
+        names: list[str] = []
+        for key, held in self._tensors.items():
+            is_resized = key in sizes and not torch.equal(sizes[key], self._sizes[key])
+            if held.copy is None and (is_resized or held.has_new_version):
+                names.append(held.name)
+        return names
+
+    @torch.no_grad()
+    def _read_sizes(self) -> dict[int, Tensor]:
+        found: dict[int, Tensor] = {}
+        for key, held in self._tensors.items():
+            if held.copy is None and held.data.is_floating_point() and type(held.tensor) in (Tensor, nn.Parameter):
+                found[key] = held.data
+        return dict(zip(found, torch._foreach_norm(list(found.values())), strict=True)) if found else {}
 
     def list_unchanged_writes(self) -> list[str]:
         """Return the names of tensors that were written or replaced, with about the values that they had."""
@@ -145,33 +189,38 @@ class StepState:
         own, results = vars(module), {"training": module.training}
         # Not those of wrappers such as DistributedDataParallel, which count steps and synchronizations there.
         is_layer = type(module).__module__.startswith("torch.nn.modules.")
-        if is_layer or not all(map(_is_foreign, type(module).__mro__)):
+        if is_layer or not all(map(is_foreign, type(module).__mro__)):
             results = {key: value for key, value in own.items() if key not in _OF_HOST}
-        groups: list[dict[str, Any]] = [module._buffers, module._modules]
+        groups: list[dict[str, Any]] = [module._modules]
+        if self._with_buffers:
+            groups.insert(0, module._buffers)
         if self._with_parameters:
             groups.append(module._parameters)
+            self._held.append(_HeldHooks(own))
         for group in groups:
             self._held.append(_HeldItems(prefix, group, group, _same_key))
         kept = _HeldItems if self._with_parameters else _HeldOnly
         self._held.append(kept(prefix, own, results, _same_key))
-        for hooks in _HOOKS if self._with_parameters else ():
-            self._held.append(_HeldHooks(prefix, own[hooks], own[hooks], _same_key))
         for group in (*groups, results):
             self._visit_all(prefix, group)
 
     def _visit_all(self, prefix: str, values: Mapping[str, Any], depth: int = 0) -> None:
         for key, value in list(values.items()):
-            self._visit(value, f"{prefix}{key}", depth)
+            if type(value) not in _LEAVES:  # most are plain, and their names need not be put together
+                self._visit(value, f"{prefix}{key}", depth)
 
     def _visit(self, value: Any, name: str, depth: int = 0) -> None:
-        if isinstance(value, (*_PLAIN, *_CODE, Dataset)) or depth > _DEEPEST or len(self._visited) > _MOST_OBJECTS:
+        # isinstance() last: it asks some objects, such as configurations, for their class.
+        if type(value) in _LEAVES or id(value) in self._visited or isinstance(value, (*PLAIN, *CODE, Dataset)):
+            return
+        if depth > DEEPEST or len(self._visited) > _MOST_OBJECTS:
             return
         if isinstance(value, nn.Module):
             self._visit_module(value, name)
         elif self._is_new(value):
             if isinstance(value, Tensor):
                 self._visit_tensor(value, name)
-            elif isinstance(value, _GENERATORS):
+            elif isinstance(value, GENERATORS):
                 self._held.append(_HeldGenerator(name, value))
             elif isinstance(value, np.ndarray):
                 self._held.append(_HeldArray(name, value))
@@ -199,7 +248,7 @@ class StepState:
             self._held.append(_HeldSet(name, value))
         elif inspect.isgenerator(value) or (hasattr(type(value), "__next__") and not hasattr(value, "__dict__")):
             self.unknown.append(name)
-        if not _is_foreign(type(value)):
+        if not is_foreign(type(value)):
             self._visit_object(value, name, depth)
 
     def _visit_each(self, items: Iterable[tuple[str, Any]], number: int, depth: int) -> None:
@@ -226,7 +275,6 @@ class StepState:
 
 
 MISSING = object()  # stands for an attribute that is not there
-_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
 class _HeldTensor:
@@ -237,6 +285,7 @@ class _HeldTensor:
         self.pointer = _pointer_of(tensor)
         self.storage = tensor.untyped_storage()._cdata if self.pointer else 0
         self.copy = tensor.detach().clone() if copied else None
+        self.version = 0 if tensor.is_inference() else tensor._version
         self.written = False
 
     def note_write(self) -> None:
@@ -274,7 +323,11 @@ class _HeldTensor:
 
     @property
     def _has_other_contents(self) -> bool:
-        return self.copy is not None and not _equal_tensors(self.data, self.copy)
+        return self.copy is not None and not equal_tensors(self.data, self.copy)
+
+    @property
+    def has_new_version(self) -> bool:
+        return not self.data.is_inference() and self.data._version != self.version
 
     def restore(self) -> None:
         with torch.no_grad():
@@ -302,7 +355,7 @@ class _HeldItems:
         self, prefix: str, items: dict[Any, Any], before: Mapping[Any, Any], join: Callable[[str, Any], str]
     ) -> None:
         self.prefix, self.items, self.before, self._join = prefix, items, dict(before), join
-        self._ignored = items.keys() - before.keys()
+        self._ignored = frozenset() if before is items else items.keys() - before.keys()
 
     def differences(self) -> Iterator[tuple[str, Any, Any]]:
         for key in self._changed():
@@ -312,7 +365,7 @@ class _HeldItems:
     def _changed(self) -> list[Any]:
         changed = []
         for key in dict.fromkeys((*self.before, *self.items)):
-            if not self._is_ignored(key) and not _same(self.before.get(key, MISSING), self.items.get(key, MISSING)):
+            if not self._is_ignored(key) and not is_same(self.before.get(key, MISSING), self.items.get(key, MISSING)):
                 changed.append(key)
         return changed
 
@@ -341,15 +394,29 @@ class _HeldOnly(_HeldItems):
         return key not in self.before or super()._is_ignored(key)
 
 
-class _HeldHooks(_HeldItems):
-    """Leaves the hooks of this package, whose techniques know that they are there."""
+class _HeldHooks:
+    """The hooks of a module, without those of this package, whose techniques know that they are there."""
+
+    def __init__(self, own: Mapping[str, Any]) -> None:
+        self.own = own
+        self.before = {name: dict(own[name]) for name in _HOOKS if own[name]}
 
     def differences(self) -> Iterator[tuple[str, Any, Any]]:
         return iter(())
 
-    def _is_ignored(self, key: object) -> bool:
-        hook = self.items.get(key)
-        return str(getattr(hook, "__module__", type(hook).__module__)).startswith("lightning_fasttrain.")
+    def restore(self) -> None:
+        for name in _HOOKS:
+            hooks, before = self.own[name], self.before.get(name, {})
+            for key in [key for key, hook in hooks.items() if not _is_of_package(hook)]:
+                if hooks[key] is not before.get(key):
+                    del hooks[key]
+            for key, hook in before.items():
+                if key not in hooks and not _is_of_package(hook):
+                    hooks[key] = hook
+
+
+def _is_of_package(hook: object) -> bool:
+    return str(getattr(hook, "__module__", type(hook).__module__)).startswith("lightning_fasttrain.")
 
 
 class _HeldSequence:
@@ -357,7 +424,7 @@ class _HeldSequence:
         self.name, self.sequence, self.before = name, sequence, list(sequence)
 
     def differences(self) -> Iterator[tuple[str, Any, Any]]:
-        if len(self.sequence) != len(self.before) or not all(map(_same, self.sequence, self.before)):
+        if len(self.sequence) != len(self.before) or not all(map(is_same, self.sequence, self.before)):
             yield self.name, self.before, self.sequence
 
     def restore(self) -> None:
@@ -388,7 +455,7 @@ class _HeldSlots:
     def differences(self) -> Iterator[tuple[str, Any, Any]]:
         for slot, value in self.before.items():
             now = getattr(self.owner, slot, MISSING)
-            if not _same(value, now):
+            if not is_same(value, now):
                 yield self.prefix + slot, value, now
 
     def restore(self) -> None:
@@ -405,17 +472,10 @@ class _HeldGenerator:
 
     def __init__(self, name: str, generator: Any) -> None:
         self.name, self.generator = name, generator
-        self.before = self._read()
-
-    def _read(self) -> Any:
-        if isinstance(self.generator, random.Random):
-            return self.generator.getstate()
-        if isinstance(self.generator, np.random.Generator):
-            return self.generator.bit_generator.state
-        return self.generator.get_state()
+        self.before = read_generator(generator)
 
     def differences(self) -> Iterator[tuple[str, Any, Any]]:
-        now = self._read()
+        now = read_generator(self.generator)
         if not same_values(now, self.before):
             yield self.name, self.before, now
 
@@ -438,6 +498,13 @@ class _HeldArray:
 
     def restore(self) -> None:
         self.array[...] = self.before
+
+
+def without_compiling() -> AbstractContextManager[Any]:
+    """Return a context in which nothing is compiled: modes cannot see into compiled code."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled without it, and importing it takes seconds
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")
 
 
 class _CopyBeforeWriting(TorchDispatchMode):
@@ -463,113 +530,10 @@ class _CopyBeforeWriting(TorchDispatchMode):
         return False  # it is entered where nothing is compiled, and the guard against it takes 10 µs
 
 
-def copy_value(value: Any, depth: int = 0) -> Any:
-    """Return a copy of a value for :func:`same_values`: tensors in containers and objects are copied."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, np.ndarray):
-        return value.copy()
-    if depth > _DEEPEST or isinstance(value, (*_PLAIN, *_CODE, nn.Module)):
-        return value
-    if isinstance(value, dict):
-        return {key: copy_value(item, depth + 1) for key, item in value.items()}
-    if isinstance(value, deque | tuple):
-        return tuple(copy_value(item, depth + 1) for item in value)
-    if isinstance(value, list):
-        return [copy_value(item, depth + 1) for item in value]
-    if isinstance(value, set | frozenset):
-        return set(value)
-    own = getattr(value, "__dict__", None)
-    if isinstance(own, dict) and not _is_foreign(type(value)):
-        return {key: copy_value(item, depth + 1) for key, item in own.items()}
-    return value
-
-
-def same_values(one: Any, other: Any, tolerance: float = 0.0) -> bool:
-    """Whether two copies of a value are equal; numbers may differ by ``tolerance``, relative to their size.
-
-    Example:
-        >>> same_values([torch.ones(2), 1.0], [torch.ones(2), 1.0 + 1e-9], tolerance=1e-6)
-        True
-        >>> same_values({"n": 1}, {"n": 2}, tolerance=1e-6)
-        False
-    """
-    if one is other:
-        return True
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return _near_tensors(one, other, tolerance)
-    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
-        return one.shape == other.shape and bool(np.array_equal(one, other, equal_nan=one.dtype.kind in "fc"))
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, float):
-        return math.isclose(one, other, rel_tol=tolerance) or (math.isnan(one) and math.isnan(other))
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same_values(one[key], other[key], tolerance) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(same_values(*pair, tolerance) for pair in zip(one, other, strict=True))
-    return _same(one, other) or (isinstance(one, set) and one == other)
-
-
-def same_changes(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
-    """Whether two changes (before, now) of one value are the same, up to rounding.
-
-    Numbers are compared relative to how far they moved: a teacher that is updated twice is off by its whole update, be
-    it a millionth of its size.
-    """
-    (before, now), (_, other_now) = one, other
-    if isinstance(now, float) and isinstance(other_now, float) and isinstance(before, float):
-        now, other_now, before = (torch.tensor(value, dtype=torch.float64) for value in (now, other_now, before))
-    are_floats = all(isinstance(value, Tensor) and value.is_floating_point() for value in (before, now, other_now))
-    if not (are_floats and before.shape == now.shape == other_now.shape):
-        return same_values(now, other_now, _SMALL)
-    first, second, start = (value.detach().double() for value in (now, other_now, before))
-    if not torch.equal(first.isnan(), second.isnan()):
-        return False
-    moved, missed = ((first - one).nan_to_num().norm() for one in (start, second))
-    rounding = 2 * torch.finfo(now.dtype).eps * first.nan_to_num().norm()
-    return bool(missed <= 1e-3 * moved + rounding)
-
-
-def _same(one: object, other: object) -> bool:
-    """Whether they are one object, or plain values that are equal."""
-    if one is other:
-        return True
-    if isinstance(one, types.MethodType) and isinstance(other, types.MethodType):
-        return one == other
-    if type(one) is not type(other) or not isinstance(one, _PLAIN):
-        return False
-    return one == other or (one != one and other != other)
-
-
-def _near_tensors(one: Tensor, other: Tensor, tolerance: float) -> bool:
-    if one.shape != other.shape or one.dtype is not other.dtype:
-        return False
-    if not tolerance or not one.is_floating_point():
-        return _equal_tensors(one, other)
-    size = float(other.detach().double().nan_to_num().norm())
-    missed = float((one.detach().double() - other.detach().double()).nan_to_num().norm())
-    return missed <= tolerance * max(size, 1e-30) and torch.equal(one.isnan(), other.isnan())
-
-
-def _equal_tensors(one: Tensor, other: Tensor) -> bool:
-    if one.shape != other.shape or one.dtype is not other.dtype:
-        return False
-    if one.device.type == "meta":
-        return True
-    if one.layout is not torch.strided:
-        one, other = one.to_dense(), other.to_dense()
-    if torch.equal(one, other):
-        return True
-    return one.is_floating_point() and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
-
-
-def _is_foreign(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] in _FOREIGN
-
-
 def _pointer_of(tensor: Tensor) -> int:
     """Return the address of the memory of a tensor; 0 where it has none of its own."""
+    if isinstance(tensor, FakeTensor):
+        return 0
     try:
         return tensor.data_ptr()
     except (RuntimeError, NotImplementedError):

@@ -15,9 +15,9 @@ from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.data.accumulation.token_weighted_accumulation import TokenWeightedAccumulation
 from lightning_fasttrain.data.loaders.global_batches import BatchShares, GlobalBatchLoader
 from lightning_fasttrain.data.normalizer.count_targets import Count
-from lightning_fasttrain.data.normalizer.micro_batch_weights import Number
 from lightning_fasttrain.technique import Capability, Conflict
 from lightning_fasttrain.technique.declarations import Facts, PredictedStep
+from lightning_fasttrain.trial.read_normalizers import Number
 
 
 class GlobalBatch(TokenWeightedAccumulation):

@@ -25,11 +25,11 @@ from lightning_fasttrain.data.normalizer.count_targets import (
     rule_state,
 )
 from lightning_fasttrain.data.normalizer.find_split import CannotSplitError
-from lightning_fasttrain.data.normalizer.micro_batch_weights import Number
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit
 from lightning_fasttrain.data.step_gradients import own_scaling, scale_gradients_
 from lightning_fasttrain.technique import Capability, Technique
 from lightning_fasttrain.technique.declarations import Facts, PredictedStep
+from lightning_fasttrain.trial.read_normalizers import Number
 
 
 class TokenWeightedAccumulation(Technique):

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_fasttrain.core.batch.leaves import batch_size, can_be_cut
+from lightning_fasttrain.core.batch.leaves import batch_size, can_be_cut, pick_rows, split_batch
 from lightning_fasttrain.core.distributed import is_sharded
 from lightning_fasttrain.core.host.lightning import (
     BackwardHooks,
@@ -39,15 +39,10 @@ from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.data.closure.micro_batch_logging import BatchLogs, pick_groups
 from lightning_fasttrain.data.normalizer.count_targets import Count, CountRule
 from lightning_fasttrain.data.normalizer.find_split import CannotSplitError
-from lightning_fasttrain.data.normalizer.micro_batch_weights import Number
 from lightning_fasttrain.data.normalizer.split_rule import LogRules, LossSplit, OtherSplitError, match_log_rules
 from lightning_fasttrain.data.normalizer.step_weights import DeferredFlag, StepWeights
-from lightning_fasttrain.data.normalizer.trial.runs import loss_of
-from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample, sample_groups
-from lightning_fasttrain.data.normalizer.trial.try_split import Looks, Stage, try_split
 from lightning_fasttrain.data.out_of_memory import CollectivesWatch, FurtherSavings, Together, split_until_it_fits
 from lightning_fasttrain.data.padding.trim_search import Parts, TrimSearch, WholeParts
-from lightning_fasttrain.data.split_batch import pick_rows, split_batch
 from lightning_fasttrain.data.step_gradients import (
     Float32GradientSums,
     StepGradients,
@@ -66,6 +61,10 @@ from lightning_fasttrain.data.trunk.find_trunk import (
     say_trunk,
 )
 from lightning_fasttrain.data.trunk.micro_batch_forward import MicroBatchedForward, Trunk
+from lightning_fasttrain.trial.read_normalizers import Number
+from lightning_fasttrain.trial.runs import loss_of
+from lightning_fasttrain.trial.sample_rows import Sample, sample_groups
+from lightning_fasttrain.trial.try_split import Looks, Stage, try_split
 
 
 class Counting(Protocol):
@@ -476,9 +475,9 @@ class _BatchRun:
             return self._run_in(micro, self.batch, n)
 
         module, together = self.trainer.lightning_module, micro.together
-        left = micro.savings.list_left(module)
-        with together.run_alone():
-            ran, micro.n = split_until_it_fits(attempt, module, micro.n, most, then=left, agree=together.agree)
+        left, agree = micro.savings.list_left(module), together.agree
+        with together.run_alone(), together.restorable(module) as state:  # ranks share buffers at its beginning
+            ran, micro.n = split_until_it_fits(attempt, module, micro.n, most, then=left, agree=agree, state=state)
         together.join()
         return ran
 

@@ -16,7 +16,7 @@ from torchmetrics import Metric, MetricCollection
 from lightning_fasttrain.core.host.lightning import logging_as
 from lightning_fasttrain.core.messages import note_once, warn
 from lightning_fasttrain.core.modules.wrapped_forward import patched
-from lightning_fasttrain.core.state.restore import (
+from lightning_fasttrain.core.state.metric_state import (
     MetricState,
     add_to_metric_,
     read_metric,
@@ -24,10 +24,11 @@ from lightning_fasttrain.core.state.restore import (
     write_metric_,
 )
 from lightning_fasttrain.data.normalizer.count_targets import CountRule
-from lightning_fasttrain.data.normalizer.micro_batch_weights import MicroBatchWeights, Number, add_counts
 from lightning_fasttrain.data.normalizer.split_rule import LOSS, OWN, SUM, LogRule, LogRules
-from lightning_fasttrain.data.normalizer.trial.runs import own_divisor
+from lightning_fasttrain.data.normalizer.step_weights import MicroBatchWeights, add_counts
 from lightning_fasttrain.data.padding.trim_search import Parts
+from lightning_fasttrain.trial.read_normalizers import Number
+from lightning_fasttrain.trial.runs import own_divisor
 
 _GIVEN = "given"  # the weights are the batch_size= of each call
 _ROUNDING = 1e-4

@@ -1,5 +1,4 @@
 """Normalizers: what the loss of a batch is divided by, read from its graph and checked on a few samples.
 
-From the bottom up: ``micro_batch_weights``, ``count_targets``, ``read_normalizers``, ``trial``, ``split_rule``,
-``find_split``, ``find_count``, ``step_weights``.
+From the bottom up: ``count_targets``, ``split_rule``, ``find_split``, ``find_count``, ``step_weights``.
 """

@@ -15,9 +15,9 @@ from lightning_fasttrain.core.checks import PositiveInt, check_arguments
 from lightning_fasttrain.core.distributed import is_sharded
 from lightning_fasttrain.data.normalizer.count_targets import Count, CountRule, CountTargets, named_count
 from lightning_fasttrain.data.normalizer.find_split import CannotSplitError, find_split
-from lightning_fasttrain.data.normalizer.trial.runs import models_of
-from lightning_fasttrain.data.normalizer.trial.sample_rows import sample_rows
-from lightning_fasttrain.data.normalizer.trial.try_split import Stage
+from lightning_fasttrain.trial.runs import models_of
+from lightning_fasttrain.trial.sample_rows import sample_rows
+from lightning_fasttrain.trial.try_split import Stage
 
 
 @check_arguments

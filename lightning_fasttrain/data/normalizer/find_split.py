@@ -17,9 +17,9 @@ from lightning_fasttrain.data.normalizer.split_rule import (
     list_rules,
     match_rules,
 )
-from lightning_fasttrain.data.normalizer.trial.runs import Trial
-from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample, list_altered
-from lightning_fasttrain.data.normalizer.trial.try_split import Stage, distinguish_rounding, try_split
+from lightning_fasttrain.trial.runs import Trial
+from lightning_fasttrain.trial.sample_rows import Sample, list_altered
+from lightning_fasttrain.trial.try_split import Stage, distinguish_rounding, try_split
 
 
 class CannotSplitError(ValueError):

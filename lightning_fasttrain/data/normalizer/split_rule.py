@@ -12,9 +12,8 @@ from torch import Tensor
 
 from lightning_fasttrain.core.batch import find_labels
 from lightning_fasttrain.data.normalizer.count_targets import CountRule, CountTargets
-from lightning_fasttrain.data.normalizer.micro_batch_weights import Number
-from lightning_fasttrain.data.normalizer.read_normalizers import Slot, Term, count_summed, multiply, read_normalizers
-from lightning_fasttrain.data.normalizer.trial.runs import ReadTerm, Run, Trial
+from lightning_fasttrain.trial.read_normalizers import Number, Slot, Term, count_summed, multiply, read_normalizers
+from lightning_fasttrain.trial.runs import ReadTerm, Run, Trial
 
 LogRule = str | CountRule
 _ROUNDING = 1e-4  # readings of one normalizer differ by less, distinct normalizers eventually by more
@@ -393,8 +392,8 @@ def find_log_rules(split: LossSplit, trials: Sequence[Trial], before: LogRules) 
 
     Example:
         >>> import torch
-        >>> from lightning_fasttrain.data.normalizer.trial.runs import LoggedValue
-        >>> from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample
+        >>> from lightning_fasttrain.trial.runs import LoggedValue
+        >>> from lightning_fasttrain.trial.sample_rows import Sample
         >>> runs = [Run(torch.zeros(n), 1.0, logged={"rows": LoggedValue(float(n), None)}) for n in (3, 1, 2)]
         >>> find_log_rules(LossSplit(None, None), [Trial(Sample(runs[0].batch, 3, []), runs[0], [runs[1:]])], {})
         {'rows': (CountRule(name='sum', ignore_index=-100),)}

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from lightning_fasttrain.core.batch.leaves import pick_rows
 from lightning_fasttrain.core.checks import PositiveInt, check_arguments
-from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.messages import explain, list_some
 from lightning_fasttrain.data.normalizer.find_count import stage_of
-from lightning_fasttrain.data.normalizer.trial.runs import Run, relative_difference
-from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample
-from lightning_fasttrain.data.normalizer.trial.try_split import run_again, try_unsplit
-from lightning_fasttrain.data.split_batch import pick_rows
+from lightning_fasttrain.trial.runs import Run, relative_difference
+from lightning_fasttrain.trial.sample_rows import Sample
+from lightning_fasttrain.trial.try_split import run_again, try_unsplit
 
 _IGNORED = -100
 Piece = tuple[int, int, int]  # a document, and the place of its first token and of the one after its last
@@ -172,7 +172,7 @@ def check_documents(step: Callable[[Any], object], batch: dict[str, Tensor]) -> 
         The relative difference that was found, which is rounding.
 
     Raises:
-        ValueError: no row has two documents with labels, or one sees another.
+        ValueError: the batch is not packed, no row has two documents with labels, or one sees another.
 
     Example:
         >>> net = torch.nn.Embedding(10, 10)
@@ -205,6 +205,10 @@ def check_documents(step: Callable[[Any], object], batch: dict[str, Tensor]) -> 
 
 def _find_second_document(batch: dict[str, Tensor]) -> tuple[int, int, int]:
     """Return a row with two documents or more, and where the second one begins and ends."""
+    missing = sorted({"input_ids", "labels", "position_ids"} - set(batch))
+    if missing:
+        why = f"the batch has no {list_some(missing)}, by which documents are distinguished"
+        raise ValueError(explain("documents cannot be checked", why, "Give a batch that ft.data.pack has packed"))
     for row, places in enumerate(batch["position_ids"]):
         _, *starts = [*(places == 0).nonzero()[:, 0].tolist(), places.shape[0]]
         for begin, end in itertools.pairwise(starts):

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import lightning as L
 from torch import nn
 
-from lightning_fasttrain.core.batch.leaves import batch_size, can_be_cut
+from lightning_fasttrain.core.batch.leaves import batch_size, can_be_cut, pick_rows
 from lightning_fasttrain.core.batch.padded_axes import propose_padding
 from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.distributed import is_sharded
@@ -22,14 +22,13 @@ from lightning_fasttrain.core.modules.wrapped_forward import (
     wrappers_in,
 )
 from lightning_fasttrain.data.normalizer.find_count import stage_of, stage_of_trainer
-from lightning_fasttrain.data.normalizer.trial.runs import Run, Trial
-from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample, rank_rows
-from lightning_fasttrain.data.normalizer.trial.try_split import Looks, Stage, distinguish_rounding, try_split
 from lightning_fasttrain.data.padding.packed_forward import PackedForward, remove_padding_
 from lightning_fasttrain.data.padding.try_trimming import Outcome
-from lightning_fasttrain.data.split_batch import pick_rows
 from lightning_fasttrain.technique import Capability, Conflict, Surgery, Technique
 from lightning_fasttrain.technique.declarations import NO_BLOCKS, Facts
+from lightning_fasttrain.trial.runs import Run, Trial
+from lightning_fasttrain.trial.sample_rows import Sample, rank_rows
+from lightning_fasttrain.trial.try_split import Looks, Stage, distinguish_rounding, try_split
 
 _LOGGED = 1e-3  # relative, of logged values: products of other shapes round differently
 _LEAST = 0.05  # a share of padding that is worth a word

@@ -8,14 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fasttrain.core.batch.leaves import batch_size, can_be_cut, list_tensors, walk_leaves
+from lightning_fasttrain.core.batch.leaves import (
+    batch_size,
+    can_be_cut,
+    list_tensors,
+    split_batch,
+    take_rows,
+    walk_leaves,
+)
 from lightning_fasttrain.core.batch.padded_axes import Extents, Lengths, Padding, propose_padding
 from lightning_fasttrain.core.batch.padding_share import group_rows, group_rows_evenly, split_groups
 from lightning_fasttrain.core.checks import PositiveInt, check_arguments
 from lightning_fasttrain.core.distributed import from_all_ranks
 from lightning_fasttrain.core.messages import explain, say, warn
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit
-from lightning_fasttrain.data.normalizer.trial.try_split import Looks, Stage
 from lightning_fasttrain.data.padding.try_trimming import (
     Outcome,
     TrimmedParts,
@@ -24,7 +30,7 @@ from lightning_fasttrain.data.padding.try_trimming import (
     list_candidates,
     trim_batch,
 )
-from lightning_fasttrain.data.split_batch import split_batch, take_rows
+from lightning_fasttrain.trial.try_split import Looks, Stage
 
 _LEAST = 0.05  # a smaller share of padding is not worth a trial
 _WAY_OUT = "Leave trim_padding out, which cuts padding off only where the gradient stays the same"

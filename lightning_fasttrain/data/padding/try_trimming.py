@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fasttrain.core.batch import find_labels
-from lightning_fasttrain.core.batch.leaves import list_tensors, walk_leaves
+from lightning_fasttrain.core.batch.leaves import list_tensors, pick_rows, walk_leaves
 from lightning_fasttrain.core.batch.padded_axes import (
     Ends,
     Extents,
@@ -23,17 +23,16 @@ from lightning_fasttrain.core.batch.padded_axes import (
 )
 from lightning_fasttrain.core.distributed import from_all_ranks
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit, match_log_rules
-from lightning_fasttrain.data.normalizer.trial.deterministic_step import Rows, TrimmedRows
-from lightning_fasttrain.data.normalizer.trial.runs import Trial
-from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample
-from lightning_fasttrain.data.normalizer.trial.try_split import (
+from lightning_fasttrain.trial.deterministic_step import Rows, TrimmedRows
+from lightning_fasttrain.trial.runs import Trial
+from lightning_fasttrain.trial.sample_rows import Sample
+from lightning_fasttrain.trial.try_split import (
     Stage,
     distinguish_rounding,
     run_again,
     try_split,
     watching_calls,
 )
-from lightning_fasttrain.data.split_batch import pick_rows
 
 _PROPOSALS = 3  # proposals that are tried for one axis, if the likeliest of all axes do not hold together
 _SURE = 1e-5

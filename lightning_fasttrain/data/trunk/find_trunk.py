@@ -9,17 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fasttrain.core.batch.leaves import batch_size, can_be_cut, list_tensors
+from lightning_fasttrain.core.batch.leaves import batch_size, can_be_cut, list_tensors, split_batch
 from lightning_fasttrain.core.distributed import from_all_ranks, rank_count
 from lightning_fasttrain.core.messages import explain, say
 from lightning_fasttrain.core.modules.select import as_list, is_wanted, keep_outermost, list_kinds
 from lightning_fasttrain.data.normalizer.count_targets import Count, CountRule, count_targets
 from lightning_fasttrain.data.normalizer.find_split import CannotSplitError, find_split
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit, OtherSplitError
-from lightning_fasttrain.data.normalizer.trial.deterministic_step import list_batch_statistics
-from lightning_fasttrain.data.normalizer.trial.runs import Run, Trial, entries_of, relative_difference
-from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample, first_micro_batch, sample_rows
-from lightning_fasttrain.data.normalizer.trial.try_split import (
+from lightning_fasttrain.data.trunk.micro_batch_forward import Trunk, refuse_batch_statistics
+from lightning_fasttrain.trial.deterministic_step import list_batch_statistics
+from lightning_fasttrain.trial.runs import Run, Trial, entries_of, relative_difference
+from lightning_fasttrain.trial.sample_rows import Sample, first_micro_batch, sample_rows
+from lightning_fasttrain.trial.try_split import (
     Stage,
     list_other_state,
     run_again,
@@ -27,8 +28,6 @@ from lightning_fasttrain.data.normalizer.trial.try_split import (
     try_unsplit,
     watching_calls,
 )
-from lightning_fasttrain.data.split_batch import split_batch
-from lightning_fasttrain.data.trunk.micro_batch_forward import Trunk, refuse_batch_statistics
 
 # Errors that a user's model may raise when it is called with unfamiliar shapes.
 FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, IndexError)

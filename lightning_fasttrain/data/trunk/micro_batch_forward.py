@@ -13,13 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lightning_fasttrain.core.batch.leaves import list_tensors, walk_leaves
+from lightning_fasttrain.core.batch.leaves import list_tensors, split_sizes, walk_leaves
 from lightning_fasttrain.core.checks import PositiveInt, check_arguments
 from lightning_fasttrain.core.messages import explain, list_some
 from lightning_fasttrain.core.modules.recomputation import RecomputedForward, recompute_in_backward, recomputed_outside
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
-from lightning_fasttrain.data.normalizer.trial.deterministic_step import list_batch_statistics
-from lightning_fasttrain.data.split_batch import split_sizes
+from lightning_fasttrain.trial.deterministic_step import list_batch_statistics
 
 _LOW = (torch.bfloat16, torch.float16)
 

@@ -13,18 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_fasttrain.core.batch.leaves import batch_size, can_be_cut, list_tensors, walk_leaves
+from lightning_fasttrain.core.batch.leaves import batch_size, can_be_cut, list_tensors, pick_rows, walk_leaves
 from lightning_fasttrain.core.checks import PositiveFloat, PositiveInt, check_arguments
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, first_line
 from lightning_fasttrain.data.normalizer.find_count import stage_of, stage_of_trainer
-from lightning_fasttrain.data.normalizer.trial.runs import Trial, loss_of
-from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample
-from lightning_fasttrain.data.normalizer.trial.try_split import Stage, run_again
-from lightning_fasttrain.data.split_batch import pick_rows
 from lightning_fasttrain.data.warmup.growth_schedule import GrowingBatches, Growth, grow_batches
 from lightning_fasttrain.technique import Exactness
 from lightning_fasttrain.technique.duration import LENGTHS, Length
+from lightning_fasttrain.trial.runs import Trial, loss_of
+from lightning_fasttrain.trial.sample_rows import Sample
+from lightning_fasttrain.trial.try_split import Stage, run_again
 
 Resize = Callable[[Any, float], Any]
 

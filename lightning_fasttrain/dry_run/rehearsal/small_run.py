@@ -9,9 +9,9 @@ from lightning.pytorch.callbacks import Checkpoint
 
 from lightning_fasttrain.core.device import device_clock
 from lightning_fasttrain.core.host.lightning import accumulation_continues
-from lightning_fasttrain.data.normalizer.trial.runs import loss_of
 from lightning_fasttrain.dry_run.rehearsal.state_record import State, record_attributes, record_state
 from lightning_fasttrain.dry_run.verification.short_run import EnoughError
+from lightning_fasttrain.trial.runs import loss_of
 
 
 @dataclass(frozen=True)

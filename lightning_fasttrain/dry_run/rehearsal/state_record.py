@@ -1,11 +1,18 @@
 """Record everything that a run's next step depends on as digests, and compare such records bit for bit."""
 
+import sys
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
 import lightning as L
+import numpy as np
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+from torch.utils.data import Dataset
 
+from lightning_fasttrain.core.batch import count_bytes
+from lightning_fasttrain.core.state.values import DEEPEST, GENERATORS, is_foreign, read_generator
 from lightning_fasttrain.dry_run.verification.digest import Digest, take_digest
 
 State = dict[str, Any]
@@ -36,36 +43,53 @@ def persistent_only(state: State, module: nn.Module) -> State:
 
 
 def record_attributes(trainer: L.Trainer, module: nn.Module) -> State:
-    """Record further numbers, strings and small tensors of callbacks, the module and its submodules."""
+    """Record what else hangs on the user's callbacks, the module and its submodules, also in containers and objects.
+
+    That is numbers, strings, generators and small tensors.
+    """
     state: State = {}
+    owners: dict[str, object] = {}
     for callback in trainer.callbacks:
-        state |= dict(_attributes(type(callback).__name__, callback))
+        if not is_foreign(type(callback)):
+            owners[type(callback).__name__] = callback
     for name, part in module.named_modules():
-        state |= dict(_attributes(f"{type(module).__name__}{name and '.'}{name}", part))
+        owners[f"{type(module).__name__}{name and '.'}{name}"] = part
+    for path, owner in owners.items():
+        for name, value in vars(owner).items():
+            if name not in _LIGHTNINGS and count_bytes(value) < _SMALL:
+                state |= dict(_flatten(f"{path}.{name}", value))
     return state
 
 
-def _attributes(owner: str, thing: object) -> Iterator[tuple[str, Any]]:
-    for name, value in vars(thing).items():
-        if name in _LIGHTNINGS:
-            continue
-        if isinstance(value, _PLAIN):
-            yield f"{owner}.{name}", value
-        elif isinstance(value, Tensor) and value.nbytes < _SMALL:
-            yield f"{owner}.{name}", take_digest(value)
-
-
-def _flatten(path: str, value: object) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
+def _flatten(path: str, value: object, depth: int = 0) -> Iterator[tuple[str, Any]]:
+    if depth > DEEPEST or isinstance(value, nn.Module | Dataset):
+        return
+    if isinstance(value, GENERATORS):
+        yield path, _RandomState.of(value)
+    elif isinstance(value, dict):
         for key, part in value.items():
-            yield from _flatten(f"{path}.{key}", part)
-    elif isinstance(value, list | tuple):
+            yield from _flatten(f"{path}.{key}", part, depth + 1)
+    elif isinstance(value, list | tuple | deque):
         for number, part in enumerate(value):
-            yield from _flatten(f"{path}[{number}]", part)
+            yield from _flatten(f"{path}[{number}]", part, depth + 1)
     elif isinstance(value, Tensor):
         yield path, take_digest(value)
     elif isinstance(value, _PLAIN):
         yield path, value
+    elif not is_foreign(type(value)) and hasattr(value, "__dict__"):
+        yield from _flatten(path, vars(value), depth + 1)
+
+
+class _RandomState(str):
+    """The state of a generator, which is compared and not shown."""
+
+    @classmethod
+    def of(cls, generator: object) -> "_RandomState":
+        with np.printoptions(threshold=sys.maxsize):
+            return cls(tree_map_only(Tensor, Tensor.tolist, read_generator(generator)))
+
+    def __repr__(self) -> str:
+        return "a random state"
 
 
 def measure_distance(one: object, other: object) -> float:

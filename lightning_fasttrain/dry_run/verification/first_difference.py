@@ -13,10 +13,10 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 from torch.utils._pytree import tree_leaves
 
 from lightning_fasttrain.core.modules.wrapped_forward import patch
-from lightning_fasttrain.data.normalizer.trial.deterministic_step import DeterministicStep
 from lightning_fasttrain.dry_run.verification.digest import draw_signs, take_digest
 from lightning_fasttrain.dry_run.verification.short_run import Steps, run_steps, seed_step
 from lightning_fasttrain.technique import Technique
+from lightning_fasttrain.trial.deterministic_step import DeterministicStep
 
 _SHOWN = 16  # entries of a row that are kept, besides a random sum over all of them
 _TIMES, _ROUNDINGS = 16.0, 32 * torch.finfo(torch.float32).eps  # as in the comparison that failed

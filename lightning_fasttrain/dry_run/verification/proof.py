@@ -17,13 +17,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_fasttrain.core.batch import count_bytes
-from lightning_fasttrain.core.batch.leaves import batch_size
+from lightning_fasttrain.core.batch.leaves import batch_size, pick_rows, reverse_rows, split_batch
 from lightning_fasttrain.core.device import free_bytes, return_unused_memory
 from lightning_fasttrain.core.messages import explain, format_bytes
 from lightning_fasttrain.core.modules.parameters import bytes_of
 from lightning_fasttrain.core.modules.wrapped_forward import first_line, has_dropout
-from lightning_fasttrain.data.normalizer.trial.sample_rows import rank_rows
-from lightning_fasttrain.data.split_batch import pick_rows, reverse_rows, split_batch
 from lightning_fasttrain.dry_run.verification import vacuous_checks
 from lightning_fasttrain.dry_run.verification.compare_records import (
     Allowance,
@@ -43,6 +41,7 @@ from lightning_fasttrain.predict.predict_memory import predict_memory
 from lightning_fasttrain.technique import Capability, Exactness, Technique
 from lightning_fasttrain.technique.declarations import least_exact
 from lightning_fasttrain.technique.technique import predict_window
+from lightning_fasttrain.trial.sample_rows import rank_rows
 
 FULL = "32-true"
 _TIMES = 16.0  # the effect of rounding on a step is small and random; two steps may lie at opposite ends of it

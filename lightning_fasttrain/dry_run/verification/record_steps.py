@@ -20,7 +20,6 @@ from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.core.modules.wrapped_forward import patch, without_dropout
 from lightning_fasttrain.core.state.rng import random_state
 from lightning_fasttrain.core.state.step_state import StepState
-from lightning_fasttrain.data.normalizer.trial.runs import loss_of
 from lightning_fasttrain.dry_run.verification.digest import Digest, take_digest
 from lightning_fasttrain.dry_run.verification.short_run import Steps, copy_batch, run_steps, say_nothing, seed_step
 from lightning_fasttrain.finetune.account_bytes import account_bytes
@@ -28,6 +27,7 @@ from lightning_fasttrain.finetune.adapters.add_adapter import adapter_parameters
 from lightning_fasttrain.finetune.adapters.base_model import base_model
 from lightning_fasttrain.finetune.quantized.quantized_layer import is_quantized
 from lightning_fasttrain.technique import Technique
+from lightning_fasttrain.trial.runs import loss_of
 
 Digests = dict[str, Digest]
 

@@ -22,9 +22,9 @@ from lightning_fasttrain.core.modules.recomputation import (
     refuse_transforms,
 )
 from lightning_fasttrain.core.modules.select import layers_of
-from lightning_fasttrain.core.state.restore import Surroundings
 from lightning_fasttrain.core.state.rng import keep_random_state
 from lightning_fasttrain.core.state.step_state import StepState
+from lightning_fasttrain.core.state.surroundings import Surroundings
 
 _TOKENS = 8  # two sequences of four
 _KEPT = [2, 5]  # one of each, between others: attention may be causal

@@ -24,7 +24,7 @@ from lightning_fasttrain.dry_run.verification.short_run import quietly
 from lightning_fasttrain.model import LowPrecisionProducts
 from lightning_fasttrain.model.kernels.low_precision_products import usual_kind
 from lightning_fasttrain.planner.catalogue import known_techniques
-from lightning_fasttrain.predict.fake_model import Factory, fake_model
+from lightning_fasttrain.predict.fake_step import Factory, fake_model
 from lightning_fasttrain.predict.memory_report import MemoryReport
 from lightning_fasttrain.predict.predict_memory import PRECISIONS, Loss, predict_memory
 from lightning_fasttrain.technique import Technique, check_together

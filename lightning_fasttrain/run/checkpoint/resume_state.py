@@ -29,7 +29,7 @@ from lightning_fasttrain.core.host.lightning import (
 )
 from lightning_fasttrain.core.messages import explain, warn
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
-from lightning_fasttrain.core.state.restore import MetricState, add_to_metric_, read_metric, write_metric_
+from lightning_fasttrain.core.state.metric_state import MetricState, add_to_metric_, read_metric, write_metric_
 from lightning_fasttrain.core.state.rng import random_state, seeded, set_random_state
 from lightning_fasttrain.run.checkpoint.gathered_states import unpack
 from lightning_fasttrain.run.checkpoint.loaders.dataset_state import generators_of, set_generator_state

@@ -27,7 +27,7 @@ from lightning_fasttrain.core.messages import explain, list_some
 from lightning_fasttrain.core.modules.parameters import gradients_of, parameters_of
 from lightning_fasttrain.core.modules.select import modules_of
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, first_line, patch
-from lightning_fasttrain.core.state.restore import remember
+from lightning_fasttrain.core.state.step_state import StepState
 from lightning_fasttrain.run.checkpoint.gathered_states import gather_values
 from lightning_fasttrain.run.guards.step_guard import (
     JudgedSteps,
@@ -342,7 +342,9 @@ def first_layer_in_forward(model: nn.Module, repeat: Callable[[], object]) -> st
     found: list[str] = []
     with ExitStack() as undo:
         # The repeated forward changes statistics and random states.
-        undo.callback(remember([model]))
+        state = StepState([model])
+        undo.callback(state.restore)
+        undo.enter_context(state.watch())
         for hook in ("log", "log_dict"):
             if hasattr(model, hook):
                 undo.callback(patch(model, hook, lambda *args, **kwargs: None))

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from lightning_fasttrain.core.batch import loss_in
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.data.normalizer.micro_batch_weights import Number
-from lightning_fasttrain.data.normalizer.read_normalizers import (
+from lightning_fasttrain.trial.read_normalizers import (
     Kind,
+    Number,
     Slot,
     Term,
     count_summed,
@@ -25,7 +25,7 @@ from lightning_fasttrain.data.normalizer.read_normalizers import (
     read_normalizers,
     signed,
 )
-from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample
+from lightning_fasttrain.trial.sample_rows import Sample
 
 _ENTRIES = 4096  # per parameter's gradient; equal sums are equal in every entry, so a sample of them suffices
 LOW = (torch.bfloat16, torch.float16)

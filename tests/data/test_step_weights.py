@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lightning_fasttrain.data.normalizer.micro_batch_weights import MicroBatchWeights, add_counts
+from lightning_fasttrain.data.normalizer.step_weights import MicroBatchWeights, add_counts
 
 
 def as_tensors(counts):

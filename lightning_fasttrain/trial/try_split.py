@@ -2,7 +2,6 @@
 
 import itertools
 import random
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -18,15 +17,21 @@ from torchmetrics import Metric
 
 from lightning_fasttrain.core.distributed import from_all_ranks, is_sharded
 from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, patch, without_rounding, wrappers_in
-from lightning_fasttrain.core.state.step_state import StepState, copy_value, same_changes, same_values
-from lightning_fasttrain.data.normalizer.read_normalizers import read_normalizers, walk_graph
-from lightning_fasttrain.data.normalizer.trial.deterministic_step import (
+from lightning_fasttrain.core.state.step_state import (
+    StepState,
+    copy_value,
+    same_changes,
+    same_values,
+    without_compiling,
+)
+from lightning_fasttrain.trial.deterministic_step import (
     DeterministicStep,
     Rows,
     autocast_device,
     list_batch_statistics,
 )
-from lightning_fasttrain.data.normalizer.trial.runs import (
+from lightning_fasttrain.trial.read_normalizers import read_normalizers, walk_graph
+from lightning_fasttrain.trial.runs import (
     FLOAT64,
     LOW,
     NO_GRADIENT,
@@ -40,7 +45,7 @@ from lightning_fasttrain.data.normalizer.trial.runs import (
     own_divisor,
     relative_difference,
 )
-from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample
+from lightning_fasttrain.trial.sample_rows import Sample
 
 # Rounding is nearly always below the one, also in float32, and a real difference that it hides below the other.
 _SURE = 1e-5
@@ -357,7 +362,7 @@ def watching_calls(modules: Iterable[nn.Module], note: Callable[[nn.Module, Any,
 def _run_once(stage: Stage, mode: DeterministicStep, batch: object, rows: Rows | None, samples: int) -> Run:
     """Run the step on a batch, which holds these rows of the samples; all of them if None."""
     mode.begin(rows, samples)
-    with _without_compiling(), _collecting_logs(stage.models) as logged, stage.context():
+    with without_compiling(), _collecting_logs(stage.models) as logged, stage.context():
         with nullcontext() if mode.precision == "as it is" else _without_autocast():
             with without_rounding(stage.models), mode:
                 output = stage.step(batch)
@@ -391,13 +396,6 @@ def _loss(output: object) -> Tensor:
         return loss_of(output)
     except (TypeError, ValueError) as error:
         raise _NoLossError(output, error) from error
-
-
-def _without_compiling() -> AbstractContextManager[Any]:
-    """Disable compilation: compiled code would be recompiled for these shapes, and modes cannot see into it."""
-    if "torch._dynamo" not in sys.modules:  # nothing is compiled without it, and importing it takes seconds
-        return nullcontext()
-    return torch.compiler.set_stance("force_eager")
 
 
 def _without_autocast() -> AbstractContextManager[Any]:

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_fasttrain.core.batch import find_labels
-from lightning_fasttrain.core.batch.leaves import batch_size, list_leaves, walk_leaves
-from lightning_fasttrain.data.normalizer.trial.deterministic_step import Rows
-from lightning_fasttrain.data.split_batch import pick_rows, take_rows
+from lightning_fasttrain.core.batch.leaves import batch_size, list_leaves, pick_rows, take_rows, walk_leaves
+from lightning_fasttrain.trial.deterministic_step import Rows
 
 _ROWS = 6
 # Values that labels and masks use for entries that are not counted.
