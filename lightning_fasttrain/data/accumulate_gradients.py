@@ -18,7 +18,7 @@ from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.data.normalizer.count_targets import Count, CountRule, named_count
 from lightning_fasttrain.data.normalizer.find_count import stage_of
 from lightning_fasttrain.data.normalizer.find_split import CannotSplitError
-from lightning_fasttrain.data.normalizer.split_rule import LossSplit, OtherSplitError
+from lightning_fasttrain.data.normalizer.split_rule import LossSplit, OtherSplitError, WholeBatchNormalizer
 from lightning_fasttrain.data.normalizer.step_weights import StepWeights
 from lightning_fasttrain.data.padding.trim_search import TrimPadding, TrimSearch, check_budget
 from lightning_fasttrain.data.step_gradients import StepGradients, add_gradients, sum_gradients_in_float32
@@ -178,11 +178,20 @@ def accumulate_window(
     for number, batch in zip(numbers, held, strict=True):
         parts += call.cut(batch, number, found.trimming)
     assert isinstance(found.split, LossSplit)
+    gradients = StepGradients(found.split.parameters)
     try:
         with found.trimming.attention():
-            return call.accumulate(parts, found.split, StepGradients(found.split.parameters))
+            return call.accumulate(parts, found.split, gradients)
     except OtherSplitError as error:
-        raise CannotSplitError(f"in a window of several batches {error}") from error
+        if len(parts) != len(held) or rank_count() > 1 or isinstance(found.split.read, WholeBatchNormalizer):
+            raise CannotSplitError(f"in a window of several batches {error}", of_window=True) from error
+        gradients.discard(error)
+    # Each batch is unsplit, so that its own loss shows its weight.
+    split = LossSplit(WholeBatchNormalizer(), None, leaves=found.split.leaves)
+    try:
+        return call.accumulate(parts, split, StepGradients(split.parameters))
+    except OtherSplitError as error:
+        raise CannotSplitError(f"in a window of several batches {error}", of_window=True) from error
 
 
 @dataclass

@@ -5,11 +5,11 @@ from typing import Any, ClassVar, Literal
 
 import lightning as L
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from lightning_fasttrain.core.batch.leaves import split_batch
 from lightning_fasttrain.core.batch.padded_axes import padding_in
 from lightning_fasttrain.core.checks import PositiveInt, positive_int
+from lightning_fasttrain.core.host.lightning import refuse_static_graph
 from lightning_fasttrain.core.messages import explain, number_of
 from lightning_fasttrain.core.modules.select import as_list
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
@@ -219,7 +219,7 @@ class MicroBatching(Technique):
         if self.adaptive and trainer.world_size > 1:
             refuse_collectives(pl_module)
         if self._splits:
-            _refuse_static_graph(trainer.strategy.model)
+            refuse_static_graph(trainer, "MicroBatching")
         self.savings.try_on(pl_module)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -260,9 +260,3 @@ def _refuse_what_is_no_name(through: Through | None) -> Through | None:
     if not names:
         raise ValueError(explain(f"through={through!r}", "it is empty", "Use through='encoder', or leave it out"))
     return through
-
-
-def _refuse_static_graph(replica: nn.Module | None) -> None:
-    if isinstance(replica, DistributedDataParallel) and replica.static_graph:
-        why = "DDP's first step then synchronizes in each backward, but only the last micro-batch should"
-        raise ValueError(explain("MicroBatching with static_graph=True", why, "Leave static_graph out"))

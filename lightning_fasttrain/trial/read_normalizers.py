@@ -68,6 +68,14 @@ class Term:
         return _product(self.slots, of_divisors=True)
 
     @property
+    def trains_nothing(self) -> bool:
+        """Whether one of its factors is zero, or it is a leaf that the step made, as far as the host knows."""
+        leaf = getattr(self.node, "variable", None)
+        factors = [slot.value for slot in self.slots if not slot.divides]
+        is_zero = any(isinstance(factor, float | int) and factor == 0 for factor in factors)
+        return is_zero or (leaf is not None and not isinstance(leaf, Parameter))
+
+    @property
     def name(self) -> str:
         """The reduction's operation, as named by autograd."""
         return name_operation(self.node.name())
@@ -84,6 +92,11 @@ class Normalizers:
 
     terms: tuple[Term, ...]
     structure: tuple[str, ...] = field(repr=False)
+
+    @property
+    def counts_nothing(self) -> bool:
+        """Whether the graph shows no term with a gradient, as in ``0 * logits.sum()`` for a batch without targets."""
+        return all(term.trains_nothing for term in self.terms)
 
     def __str__(self) -> str:
         table = Table("term", "coefficient", "normalizer", "reduction", box=box.SIMPLE)
@@ -197,9 +210,20 @@ class _Walk:
             self.structure.append(f"{name} of {len(following.next_functions)}")
             for one, place in following.next_functions:
                 if one is not None:
-                    self.visit(one, place, slots)
+                    self._visit_joined(name, one, place, slots)
         else:
             self._end("mean" if name == "Mean" else "sum", slots, node)
+
+    def _visit_joined(self, name: str, node: object, output: int, slots: tuple[Slot, ...]) -> None:
+        """Visit a scalar that is averaged or summed with others; one that is no reduction is itself such a term."""
+        before = len(self.terms)
+        self.visit(node, output, slots)
+        for place in range(before, len(self.terms)):
+            if self.terms[place].kind == "nonlinear":
+                kind: Kind = "mean" if name == "Mean" else "sum"
+                if kind == "sum" and any(slot.divides for slot in slots):
+                    kind = "quotient"
+                self.terms[place] = Term(kind, slots, node)
 
     def _end_at(self, name: str, node: object, output: int, slots: tuple[Slot, ...]) -> None:
         """End at a reduction of another kind, or at an operation that cannot be split."""

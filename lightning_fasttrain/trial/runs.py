@@ -134,6 +134,12 @@ class Run:
         return torch.cat([torch.tensor([self.loss], dtype=torch.float64), *self.entries.values()])
 
     @property
+    def counts_nothing(self) -> bool:
+        """Whether the loss and its gradient are zero, or it is a leaf that the step made, as often without targets."""
+        is_leaf = all(term.kind == "parameter" and not term.of_parameters for term in self.terms)
+        return self.loss == 0 and (is_leaf or not self.values.any())
+
+    @property
     def is_finite(self) -> bool:
         return bool(torch.isfinite(self.values).all())
 

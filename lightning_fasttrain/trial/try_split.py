@@ -118,10 +118,10 @@ def distinguish_rounding(stage: Stage, trial: Trial, error_of: Callable[[Trial],
     return trial
 
 
-def try_unsplit(stage: Stage, sample: Sample) -> Trial:
+def try_unsplit(stage: Stage, sample: Sample, precision: str = "float32") -> Trial:
     """Run the step on an unsplit sample. Raises: whatever the step raises, or that it returns no loss."""
     try:
-        return _try(stage, replace(sample, cuttings=[]), "float32")
+        return _try(stage, replace(sample, cuttings=[]), precision)
     except _NoLossError as error:
         raise error.reason from None
     except Exception as error:
@@ -132,7 +132,7 @@ def try_unsplit(stage: Stage, sample: Sample) -> Trial:
 def _try_sample(stage: Stage, sample: Sample, precision: str) -> Trial:
     """Run in the given precision; if the step fails in it or runs out of memory, in the step's own precision."""
     precisions = [precision, "as it is"]
-    expected: tuple[type[Exception], ...] = (RuntimeError, ValueError, TypeError, IndexError)
+    expected: tuple[type[Exception], ...] = (Exception,)  # where the step fails on the whole batch, its error is shown
     if not stage.gradients:  # three runs, and a rank that fails must not leave the others waiting in a further one
         sample, precisions, expected = replace(sample, cuttings=sample.cuttings[:1]), ["as it is"], ()
     failure, failed = "", False

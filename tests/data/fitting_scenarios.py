@@ -189,7 +189,9 @@ class TooLarge(TinyLM):
 def refused(found):
     for net in (Gathers, Synchronises, Wrong, TooLarge):
         found[net.__name__] = error_of(lambda net=net: run(net(), [ft.MicroBatching("auto")]))
-    found["static"] = error_of(lambda: run(TinyLM(), [ft.MicroBatching(2)], ddp(static_graph=True)))
+    for technique in (ft.MicroBatching(2), ft.TokenWeightedAccumulation(2)):
+        name = f"{type(technique).__name__}, static"
+        found[name] = error_of(lambda technique=technique: run(TinyLM(), [technique], ddp(static_graph=True)))
 
 
 def error_of(action):

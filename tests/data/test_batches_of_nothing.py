@@ -169,10 +169,13 @@ def test_a_window_in_a_loop_that_begins_without_targets(kind, n):
     assert largest_difference(whole_step(kind, some_labels(counts)), weights(module)) < 1e-12
 
 
-def test_targets_that_the_tried_samples_did_not_show_are_refused():
+def test_targets_that_tried_samples_do_not_show_count_in_whole_batches():
     (first, labels), *others = some_labels([8, 8], rows=8)
     first[5, 0] = 100.0  # the only row that counts is not among those that are tried
     others[0][0][:, 0] = 100.0
-    techniques = [ft.TokenWeightedAccumulation(2)]
+    batches = [(first, labels), *others]
+    module = LitLossOfSome("hidden")
+    trainer([ft.TokenWeightedAccumulation(2)]).fit(module, as_loader(batches))
+    assert largest_difference(whole_step("hidden", batches), weights(module)) < 1e-12
     with pytest.raises(ValueError, match="the first batches of the window have targets"):
-        trainer(techniques).fit(LitLossOfSome("hidden"), as_loader([(first, labels), *others]))
+        trainer([ft.TokenWeightedAccumulation(2), ft.MicroBatching(2)]).fit(LitLossOfSome("hidden"), as_loader(batches))

@@ -174,7 +174,8 @@ def test_an_exited_rank_is_an_error_at_once(found):
     [
         ("Gathers", "a training_step that communicates (all_gather, all_reduce): the other ranks would wait there"),
         ("Synchronises", "MulticlassAccuracy 'accuracy': it synchronizes inside the step"),
-        ("static", "static_graph=True: DDP's first step"),
+        ("MicroBatching, static", "MicroBatching with static_graph=True: DDP's first step"),
+        ("TokenWeightedAccumulation, static", "TokenWeightedAccumulation with static_graph=True: DDP's first step"),
     ],
 )
 def test_steps_that_wait_for_other_ranks_are_refused_on_all_ranks(found, net, match):

@@ -35,6 +35,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
 from lightning_fasttrain.core.messages import explain
@@ -73,6 +74,18 @@ def accumulation_continues(trainer: L.Trainer) -> bool:
 def is_last_batch_taken(trainer: L.Trainer) -> bool:
     """Whether the training loaders have no more batches for this epoch."""
     return trainer.fit_loop.epoch_loop._num_ready_batches_reached()
+
+
+def refuse_static_graph(trainer: L.Trainer, technique: str) -> None:
+    """Refuse DDP with ``static_graph=True`` beside a technique that runs several backwards for a step.
+
+    Raises:
+        ValueError: names the technique and the reason.
+    """
+    replica = trainer.strategy.model
+    if isinstance(replica, DistributedDataParallel) and replica.static_graph:
+        why = "DDP's first step then synchronizes in each backward, but only the last one of a step should"
+        raise ValueError(explain(f"{technique} with static_graph=True", why, "Leave static_graph out"))
 
 
 def refuse_float16_on_cpu(trainer: L.Trainer) -> None:

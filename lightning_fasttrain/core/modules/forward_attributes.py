@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.state.step_state import StepState
@@ -78,17 +78,21 @@ class ForwardAttributes:
 
         @contextmanager
         def forward() -> Iterator[None]:
-            before = _BeforeForward(self, is_examined)
+            # Modes around the block, such as one that counts what it saves, must not see what is read here.
+            with _disable_current_modes():
+                before = _BeforeForward(self, is_examined)
             with keeping:
                 yield
-            changed.extend(before.list_changed())
+            with _disable_current_modes():
+                changed.extend(before.list_changed())
 
         @contextmanager
         def recompute() -> Iterator[None]:
             now = [(own, name, own.get(name, _MISSING)) for own, name, *_ in changed]
-            for own, name, value, is_deep in changed:
-                # Copied again, since a graph may be walked twice.
-                _set_attribute(own, name, self.copy(value, name) if is_deep else _copy_container(value))
+            with _disable_current_modes():
+                for own, name, value, is_deep in changed:
+                    # Copied again, since a graph may be walked twice.
+                    _set_attribute(own, name, self.copy(value, name) if is_deep else _copy_container(value))
             try:
                 with reusing:
                     yield

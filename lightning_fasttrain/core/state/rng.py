@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data import Dataset
 
 from lightning_fasttrain.core.checks import check_arguments
@@ -30,17 +31,23 @@ def random_state() -> dict[str, Any]:
     cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
     version, numbers, gauss = random.getstate()
     numpy: Any = np.random.get_state()
-    return {
-        "torch": torch.get_rng_state(),
-        "python": (version, torch.tensor(numbers), gauss),  # 625 numbers, which one by one load slowly
-        "numpy": (numpy[0], torch.from_numpy(numpy[1].astype(np.int64)), *numpy[2:]),
-        "cuda": torch.cuda.get_rng_state_all() if cuda else [],
-    }
+    with _disable_current_modes():  # under a fake mode, the tensors would have no values
+        return {
+            "torch": torch.get_rng_state(),
+            "python": (version, torch.tensor(numbers), gauss),  # 625 numbers, which one by one load slowly
+            "numpy": (numpy[0], torch.from_numpy(numpy[1].astype(np.int64)), *numpy[2:]),
+            "cuda": torch.cuda.get_rng_state_all() if cuda else [],
+        }
 
 
 @check_arguments
 def set_random_state(state: dict[str, Any]) -> None:
     """Put back what :func:`random_state` returned; of CUDA as many devices as there are now."""
+    with _disable_current_modes():
+        _set_random_state(state)
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     version, numbers, gauss = state["python"]
     if isinstance(numbers, torch.Tensor):  # once they were saved as they are

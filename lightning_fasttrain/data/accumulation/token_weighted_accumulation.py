@@ -11,7 +11,11 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from lightning_fasttrain.core.checks import one_of, positive_int
-from lightning_fasttrain.core.host.lightning import decide_when_accumulation_continues, is_last_batch_taken
+from lightning_fasttrain.core.host.lightning import (
+    decide_when_accumulation_continues,
+    is_last_batch_taken,
+    refuse_static_graph,
+)
 from lightning_fasttrain.core.host.zero_steps import unwrap_optimizer
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.parameters import parameters_of
@@ -204,6 +208,10 @@ class TokenWeightedAccumulation(Technique):
     def holds_one_batch(self) -> bool:
         """Whether windows are one batch on one rank, so that its weight cancels."""
         return not self._window_continues() and self._factor == self._world_size == 1
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Hook: the first one at which the strategy has wrapped the model."""
+        refuse_static_graph(trainer, type(self).__name__)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int

@@ -1,8 +1,10 @@
 """Find, from a few samples, how the micro-batches of a loss are weighted, and check that the loss can be split."""
 
+import functools
 import itertools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from lightning_fasttrain.core.distributed import from_all_ranks, rank_count
@@ -12,6 +14,7 @@ from lightning_fasttrain.data.normalizer.split_rule import (
     LogRules,
     LossSplit,
     ReadNormalizer,
+    WholeBatchNormalizer,
     classify_terms,
     find_log_rules,
     list_rules,
@@ -19,7 +22,7 @@ from lightning_fasttrain.data.normalizer.split_rule import (
 )
 from lightning_fasttrain.trial.runs import Trial
 from lightning_fasttrain.trial.sample_rows import Sample, list_altered
-from lightning_fasttrain.trial.try_split import Stage, distinguish_rounding, try_split
+from lightning_fasttrain.trial.try_split import Stage, distinguish_rounding, try_split, try_unsplit
 
 
 class CannotSplitError(ValueError):
@@ -30,13 +33,19 @@ class CannotSplitError(ValueError):
         trial: the trial that showed it; None where the step was not tried.
     """
 
-    def __init__(self, why: str, trial: Trial | None = None):
+    def __init__(self, why: str, trial: Trial | None = None, *, of_window: bool = False):
         self.why, self.trial = why, trial
         what = "MicroBatching cannot split this loss exactly"
         way_out = (
             "Name the submodule in which samples do not depend on one another, with through=, give count= a function "
             "(of a batch: the number of terms its loss averages over), or use ActivationCheckpointing for memory"
         )
+        if of_window:
+            what = "a window of several batches, as of TokenWeightedAccumulation, cannot weight this loss exactly"
+            way_out = (
+                "Give count= a function (of a batch: the number of terms its loss averages over), or use "
+                "accumulate_grad_batches, in which all batches have the same weight"
+            )
         super().__init__(explain(what, why, way_out))
 
 
@@ -86,7 +95,7 @@ def find_split(
     # Ranks that split a batch in different ways would wait for one another.
     if together:
         verdict = _find_worst(from_all_ranks([verdict]))
-    split = _conclude(verdict, trial, count, check, stage.may_scale)
+    split = _conclude(verdict, trial, count, check, stage.may_scale, whole_batches)
     if split is None:
         return None
     counted = split.read and split.count_in(trial.whole)
@@ -94,6 +103,79 @@ def find_split(
         split.per_sample = counted / trial.sample.size
     split.leaves = tuple(map(weakref.ref, trial.parameters))
     split.log_rules = find_log_rules(split, [trial, *altered], log_rules or {})
+    return split
+
+
+def find_weight(
+    stage: Stage,
+    samples: Callable[[], Iterator[Sample]],
+    batch: object,
+    count: Count,
+    *,
+    check: bool,
+    preferred: CountRule | None = None,
+    together: bool = True,
+) -> LossSplit | None:
+    """Return how batches are weighted that are summed unsplit, each with its own statistics.
+
+    Samples show more than a whole batch, as which factors of a loss are constant. Where they do not run by themselves,
+    or depend on one another, a batch has the weight that its own loss shows, or the given ``count``.
+
+    Args:
+        stage, count, check, preferred, together: as for :func:`find_split`.
+        samples: yields samples of the batch.
+        batch: the whole batch.
+
+    Raises:
+        CannotSplitError: neither samples nor the loss of the batch show its weight, or ``count`` contradicts them.
+    """
+    search = functools.partial(
+        find_split, stage, check=check, preferred=preferred, together=together, whole_batches=True
+    )
+    split: LossSplit | None = None
+    try:
+        split = search(samples(), count)
+    except CannotSplitError as error:
+        refused = error
+    else:
+        if split is not None and split.read is not None and split.read.is_absolute:
+            split.read = replace(split.read, is_of_whole_batches=True)
+        if split is None or not split.provisional:
+            return split
+        refused = CannotSplitError("they have no gradient")
+    # Outside of the handler, so that an error of the user's step is shown alone.
+    if not callable(count):
+        return _read_batch(stage, batch, refused, together) or split
+    with suppress(CannotSplitError):
+        search(samples(), "auto")
+        raise refused from None
+    say("each batch is weighted by count=, as given: its samples cannot be compared, since %s", refused.why)
+    return LossSplit(None, count)
+
+
+def _read_batch(stage: Stage, batch: object, refused: CannotSplitError, together: bool) -> LossSplit | None:
+    """Return the weighting of whole batches by what their losses show; None where this one has no gradient.
+
+    Raises:
+        CannotSplitError: its loss shows none.
+    """
+    # In the step's own precision, in which the batch is known to fit.
+    trial = try_unsplit(replace(stage, in_turn=False), Sample(batch, 1, []), "as it is")
+    leaves = tuple(map(weakref.ref, trial.parameters))
+    kinds = {term.kind for term in trial.whole.terms if not term.of_parameters}
+    if not trial.whole.is_finite or trial.whole.counts_nothing:
+        kinds = set()
+    if together:
+        kinds = set().union(*from_all_ranks([kinds]))
+    if not kinds:
+        return None
+    if kinds == {"sum"}:
+        split = LossSplit(None, CountRule("sum"), leaves=leaves)
+    elif kinds <= {"mean", "quotient"}:
+        split = LossSplit(WholeBatchNormalizer(), None, leaves=leaves)
+    else:
+        raise CannotSplitError(refused.why, refused.trial, of_window=True)
+    say("each batch is weighted by %s; its samples cannot be compared, since %s", split, refused.why)
     return split
 
 
@@ -202,7 +284,9 @@ def _find_worst(verdicts: Sequence[_Verdict]) -> _Verdict:
     return replace(worst, rules=rules, trial=replace(worst.trial, state=tuple(state)))
 
 
-def _conclude(verdict: _Verdict, trial: Trial, count: Count, check: bool, may_scale: bool) -> LossSplit | None:
+def _conclude(
+    verdict: _Verdict, trial: Trial, count: Count, check: bool, may_scale: bool, whole_batches: bool
+) -> LossSplit | None:
     """Return the split that a verdict allows; None where the step returned None.
 
     Raises:
@@ -225,12 +309,12 @@ def _conclude(verdict: _Verdict, trial: Trial, count: Count, check: bool, may_sc
         raise CannotSplitError(why_not, trial)
     split = _choose(verdict, trial, count)
     if is_unchecked:
-        _say_unchecked(split, trial.why_not)
+        _say_unchecked(split, trial.why_not, whole_batches)
         return split
     error = trial.error(split.list_weights) if why_not and trial.splits else verdict.error
     if verdict.is_right:
         _refuse_what_this_step_cannot_use(split, trial, may_scale)
-        _say_found(split, error, trial)
+        _say_found(split, error, trial, whole_batches)
     elif check:
         why = f"the micro-batches' gradients differ from that of the unsplit samples by {error:.2g}"
         if callable(count):
@@ -272,18 +356,20 @@ def _choose(verdict: _Verdict, trial: Trial, count: Count) -> LossSplit:
     return min(splits, key=lambda split: trial.error(split.list_weights))
 
 
-def _say_unchecked(split: LossSplit, why_not: str) -> None:
-    if split.read is not None:
-        say("each micro-batch is weighted by %s; gradients were not compared: %s", split, why_not)
+def _say_unchecked(split: LossSplit, why_not: str, whole_batches: bool) -> None:
+    if split.read is not None or whole_batches:
+        unit = "batch" if whole_batches else "micro-batch"
+        say("each %s is weighted by %s; gradients were not compared: %s", unit, split, why_not)
     else:
         way_out = "Give another count= if the loss averages over something else."
         warn(f"each micro-batch is weighted by {split}, unchecked: {why_not}. {way_out}")
 
 
-def _say_found(split: LossSplit, error: float, trial: Trial) -> None:
+def _say_found(split: LossSplit, error: float, trial: Trial, whole_batches: bool) -> None:
     what = f"the {'gradient' if trial.parameters else 'loss'} matches the unsplit batch to {error:.0e}"
-    text = "MicroBatching: each micro-batch is weighted by %s. Checked on %d samples: %s"
-    say(text, split, trial.sample.size, what)
+    unit = "each batch of a window" if whole_batches else "MicroBatching: each micro-batch"
+    text = "%s is weighted by %s. Checked on %d samples: %s"
+    say(text, unit, split, trial.sample.size, what)
     if trial.filled:
         filled = list_some(list(map(repr, trial.filled)))
         note_once(f"MicroBatching: {filled} gets an entry for each micro-batch, where the unsplit step adds one")

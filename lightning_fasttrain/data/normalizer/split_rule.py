@@ -1,5 +1,6 @@
 """Rules that split the loss and logged values of a batch, by normalizers that are read or targets that are counted."""
 
+import functools
 import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,7 +13,16 @@ from torch import Tensor
 
 from lightning_fasttrain.core.batch import find_labels
 from lightning_fasttrain.data.normalizer.count_targets import CountRule, CountTargets
-from lightning_fasttrain.trial.read_normalizers import Number, Slot, Term, count_summed, multiply, read_normalizers
+from lightning_fasttrain.trial.read_normalizers import (
+    Normalizers,
+    Number,
+    Slot,
+    Term,
+    count_summed,
+    is_of_parameters,
+    multiply,
+    read_normalizers,
+)
 from lightning_fasttrain.trial.runs import ReadTerm, Run, Trial
 
 LogRule = str | CountRule
@@ -42,6 +52,10 @@ class Reading:
     factors: tuple[Number, ...] = ()
     nodes: tuple[Any, ...] = ()
     unclear: bool | Tensor = False
+    is_nothing: bool = False  # a loss without a gradient
+
+
+_NOTHING = Reading(divisor=0.0, count=0.0, is_nothing=True)
 
 
 @dataclass(frozen=True)
@@ -56,6 +70,8 @@ class ReadNormalizer:
         offset: the constant added to a count, such as an epsilon.
         summed: the ratio of the number of summed elements to the divisor; None where the graph does not show it.
         name: the normalizer in words.
+        is_absolute: whether the count is the product of all divisors, none of which is a constant factor.
+        is_of_whole_batches: whether batches are unsplit, so that one with other terms shows its own weight.
     """
 
     structure: tuple[str, ...]
@@ -65,6 +81,8 @@ class ReadNormalizer:
     offset: float = 0.0
     summed: float | None = None
     name: str = field(default="1 (the loss is a sum over samples)", compare=False)
+    is_absolute: bool = field(default=False, compare=False)
+    is_of_whole_batches: bool = field(default=False, compare=False)
 
     def __str__(self) -> str:
         return self.name
@@ -82,6 +100,10 @@ class ReadNormalizer:
         """Raises: OtherSplitError: the loss was computed by other operations, or its count cannot be determined."""
         read = read_normalizers(loss)
         if read.structure != self.structure:
+            if read.counts_nothing and float(loss.detach()) == 0:
+                return _NOTHING
+            if self.is_of_whole_batches:
+                return read_whole_batch(read, loss)
             raise OtherSplitError("its loss has other terms than that of the samples that were tried")
         factors: list[Number] = []
         for term, varying in zip(read.terms, self.varying, strict=True):
@@ -93,10 +115,10 @@ class ReadNormalizer:
         others = tuple(count_of(read.terms[place].slots, self.varying[place]) for place in self.others)
         # The other reductions send no NaN: a mean over nothing has no gradient.
         nodes = tuple(one.node for one in read.terms if one.kind in ("sum", "quotient"))
-        count, unclear = self._count(term, divisor, loss.detach())
+        count, unclear = self._count(term, divisor, loss.detach(), has_others=len(read.terms) > 1)
         return Reading(divisor, count, others, tuple(factors), nodes, unclear)
 
-    def _count(self, term: Term, divisor: Number, loss: Tensor) -> tuple[Number, bool | Tensor]:
+    def _count(self, term: Term, divisor: Number, loss: Tensor, *, has_others: bool) -> tuple[Number, bool | Tensor]:
         """Return the count, and whether it cannot be determined."""
         count = divisor - self.offset if self.offset else divisor
         if term.kind == "mean" or (isinstance(divisor, float | int) and divisor > 1):
@@ -105,11 +127,86 @@ class ReadNormalizer:
             counted = on_host(summed) * self.summed
             # The divisor may also be the count 0, kept from zero.
             return counted, differ(count, counted) & (counted != 0)
+        if self.is_of_whole_batches:
+            return _count_of_quotient(count, loss, has_others)
         # It may be clamped away from zero, as by clamp(min=1), or be zero beside a nonzero sum.
         unclear = loss.isinf() | ((divisor > 0) & (divisor <= 1))
         if unclear.device.type == "cpu":
             return count, bool(unclear)
         return count, unclear
+
+
+def _count_of_quotient(count: Number, loss: Tensor, has_others: bool) -> tuple[Number, bool | Tensor]:
+    """Return the count that the divisor of a whole batch shows, and whether it cannot be determined.
+
+    A divisor of at most 1 may be kept from zero, as by ``clamp(min=1)``: then it counts nothing if the loss is zero,
+    which other terms would hide. Where it is not, one target counts.
+    """
+    precision = torch.float64 if loss.device.type == "cpu" else torch.float32
+    counted = torch.as_tensor(count, dtype=precision, device=loss.device)
+    is_small = (counted > 0) & (counted <= 1)
+    unclear = loss.isinf() | (is_small & has_others)
+    counted = torch.where(is_small & (loss == 0), 0.0, counted)
+    if loss.device.type == "cpu":
+        return float(counted), bool(unclear)
+    return counted, unclear
+
+
+@dataclass(frozen=True)
+class WholeBatchNormalizer(ReadNormalizer):
+    """Weight a batch among others by the divisors of its own loss, where samples of it show nothing by themselves.
+
+    Means and quotients show what they are divided by. A constant among the divisors is in all batches, and cancels.
+    """
+
+    structure: tuple[str, ...] = ()
+    varying: tuple[tuple[int, ...], ...] = ()
+    term: int | None = 0
+    name: str = field(default="the divisor of its loss", compare=False)
+
+    def read(self, loss: Tensor) -> Reading:
+        """Raises: OtherSplitError: the loss is no mean, or its terms have several divisors."""
+        return read_whole_batch(read_normalizers(loss), loss)
+
+
+def read_whole_batch(read: Normalizers, loss: Tensor) -> Reading:
+    """Read the weight of an unsplit batch from its loss. Raises: as :meth:`WholeBatchNormalizer.read`."""
+    terms = [term for term in read.terms if not (term.trains_nothing or is_of_parameters(term.node))]
+    if not terms:
+        return _NOTHING
+    for term in terms:
+        if term.kind in _UNREADABLE:
+            raise OtherSplitError(_UNREADABLE[term.kind].format(term.name))
+        if term.kind not in ("mean", "quotient"):
+            raise OtherSplitError("the loss has a term that is not divided by anything")
+    divisor, differs = _find_common_divisor(list(map(_list_divisors, terms)))
+    nodes = tuple(term.node for term in terms if term.kind == "quotient")
+    if not nodes or (isinstance(divisor, float | int) and divisor > 1):
+        return Reading(divisor, divisor, nodes=nodes, unclear=differs)
+    count, unclear = _count_of_quotient(divisor, loss.detach(), has_others=len(read.terms) > 1)
+    return Reading(divisor, count, nodes=nodes, unclear=unclear | differs)
+
+
+def _list_divisors(term: Term) -> list[Number]:
+    return [on_host(slot.value) for slot in term.slots if slot.divides]
+
+
+def _find_common_divisor(divisors: Sequence[Sequence[Number]]) -> tuple[Number, bool | Tensor]:
+    """Return what the terms of a loss are divided by, from the outside to the inside; and whether they differ.
+
+    Raises: OtherSplitError: they do.
+    """
+    products = [functools.reduce(multiply, values) for values in divisors]
+    if any(isinstance(product, Tensor) for product in products):
+        differs: bool | Tensor = False
+        for product in products[1:]:
+            differs = differs | differ(product, products[0])
+        return products[0], differs
+    # Means of each sample's mean, as over images of several sizes, have the number of samples in common.
+    for candidates in (products, [values[0] for values in divisors]):
+        if not any(differ(each, candidates[0]) for each in candidates):
+            return candidates[0], False
+    raise OtherSplitError("the loss of this batch has several normalizers")
 
 
 def count_of(slots: Sequence[Slot], varying: Sequence[int]) -> Number:
@@ -250,7 +347,7 @@ def match_rules(read: ReadNormalizer, trial: Trial, preferred: CountRule | None)
     """
     if read.term is None:
         return {}
-    micro_batches = trial.runs[1:]
+    micro_batches = _without_empty_runs(trial).runs[1:]
     divisors = list(map(read.count_in, micro_batches))
     found: dict[CountRule, float] = {}
     for rule in list_rules(trial, preferred):
@@ -281,6 +378,7 @@ def classify_terms(trial: Trial) -> ReadNormalizer | str:
 
     What adds up over samples is a normalizer; what is the same for all of them is a factor.
     """
+    trial = _without_empty_runs(trial)
     why_not = _find_unreadable(trial.runs)
     if why_not:
         return why_not
@@ -312,7 +410,19 @@ def classify_terms(trial: Trial) -> ReadNormalizer | str:
     for other in found[1:]:
         if _find_ratio(expected, list(map(other.count_in, trial.runs))) is None:
             return "the loss has several normalizers"
-    return replace(first, others=tuple(places[1:]))
+    assert first.term is not None
+    used = varying[first.term]
+    constants = [slot for place, slot in enumerate(terms[first.term].slots) if slot.divides and place not in used]
+    return replace(first, others=tuple(places[1:]), is_absolute=all(slot.value == 1 for slot in constants))
+
+
+def _without_empty_runs(trial: Trial) -> Trial:
+    """Leave out micro-batches without weight, by another loss such as ``0 * logits.sum()`` without targets."""
+    structure = trial.whole.structure
+    splits: list[list[Run]] = []
+    for runs in trial.splits:
+        splits.append([run for run in runs if run.structure == structure or not run.counts_nothing])
+    return replace(trial, splits=splits)
 
 
 def _find_unreadable(runs: Sequence[Run]) -> str:
@@ -357,6 +467,8 @@ def _find_offset(read: ReadNormalizer, trial: Trial) -> float | None:
         missed = sum(counts) - whole
         if not abs(missed) <= 1e-3 * abs(whole):
             return None
+        if len(counts) < 2:
+            continue
         offsets.append(missed / (len(counts) - 1))  # the sum holds the constant once per micro-batch
     if all(abs(offset - offsets[0]) <= 1e-3 * abs(offsets[0]) for offset in offsets):
         return next(iter(offsets), 0.0)

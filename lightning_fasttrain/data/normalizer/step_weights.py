@@ -77,6 +77,9 @@ class StepWeights:
             return self.known.scale_loss(loss, part)
         reading = self.split.read.read(loss)
         self.readings.append(replace(reading, nodes=()))  # free the graph before the next micro-batch runs
+        if reading.is_nothing and self.known is not None and self.reference is not None:
+            # The total of a window is not known yet.
+            self.known.counts[part] = 0
         if self.known is not None:
             weight = self.known.counts[part]
             self._compare_count(reading, weight * self.split.scale)
@@ -160,10 +163,11 @@ class StepWeights:
         return DeferredFlag(torch.stack(self._doubts).any())
 
     def _pairs_that_must_agree(self) -> Iterator[tuple[Number, Number]]:
-        for reading in self.readings[1:]:
-            yield from zip(self.readings[0].factors, reading.factors, strict=True)
-        divisors = self._divisors
-        for others in zip(*[reading.others for reading in self.readings], strict=True):
+        readings = [reading for reading in self.readings if not reading.is_nothing]
+        for reading in readings[1:]:
+            yield from zip(readings[0].factors, reading.factors, strict=True)
+        divisors = [reading.divisor for reading in readings if reading.divisor is not None]
+        for others in zip(*[reading.others for reading in readings], strict=True):
             # Two normalizers are proportional if each micro-batch has the same share of both.
             total, others_total = add_counts(divisors), add_counts(others)
             for divisor, other in zip(divisors, others, strict=True):
@@ -273,7 +277,7 @@ class MicroBatchWeights:
     """
 
     def __init__(self, counts: Sequence[Number], total: Number) -> None:
-        self.counts, self.total = counts, total
+        self.counts, self.total = list(counts), total
         self._numbers: list[Any] | None = None
         # Python numbers above 0 need neither tensors nor a `where`.
         if all(not isinstance(x, Tensor) and x > 0 for x in (*counts, total)):

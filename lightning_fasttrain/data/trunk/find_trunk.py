@@ -14,7 +14,7 @@ from lightning_fasttrain.core.distributed import from_all_ranks, rank_count
 from lightning_fasttrain.core.messages import explain, say
 from lightning_fasttrain.core.modules.select import as_list, is_wanted, keep_outermost, list_kinds
 from lightning_fasttrain.data.normalizer.count_targets import Count, CountRule, count_targets
-from lightning_fasttrain.data.normalizer.find_split import CannotSplitError, find_split
+from lightning_fasttrain.data.normalizer.find_split import CannotSplitError, find_split, find_weight
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit, OtherSplitError
 from lightning_fasttrain.data.trunk.micro_batch_forward import Trunk, refuse_batch_statistics
 from lightning_fasttrain.trial.deterministic_step import list_batch_statistics
@@ -398,17 +398,12 @@ class BatchSearch:
             CannotSplitError: it cannot be split.
         """
         log_rules, refused = getattr(before, "log_rules", None), None
+        how: dict[str, Any] = {"check": self.check, "preferred": self.preferred, "together": together}
         try:
-            found = find_split(
-                self.stage,
-                self.samples(),
-                self.count,
-                check=self.check,
-                preferred=self.preferred,
-                log_rules=log_rules,
-                together=together,
-                whole_batches=self.whole_batches,
-            )
+            if self.whole_batches:
+                found = find_weight(self.stage, self.samples, self.batch, self.count, **how)
+            else:
+                found = find_split(self.stage, self.samples(), self.count, log_rules=log_rules, **how)
         except CannotSplitError as error:
             refused = error
         if refused is not None:  # outside of the handler, so that an error of the user's is shown alone
@@ -446,6 +441,8 @@ class BatchSearch:
                 return found
         if before.count is not None and before.read is not None and self.stage.may_scale:
             return replace(before, count=None)  # the counting rule does not match, so only the graph is read
+        if self.whole_batches:
+            raise CannotSplitError(f"{error}", of_window=True)
         return self._find_trunk(CannotSplitError(f"{error}", try_split(self.stage, self.samples())), together=False)
 
     def _find_trunk(self, error: CannotSplitError, together: bool) -> Found:

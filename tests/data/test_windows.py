@@ -1,0 +1,258 @@
+"""Windows of batches of any kind give the gradient of the sum of all terms, divided by their number.
+
+The right weights are those of a plain loop that adds up the terms of a window itself.
+"""
+
+import random
+from dataclasses import dataclass
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+import lightning_fasttrain as ft
+from tests.support.nets import largest_difference, trainer, weights
+
+ROWS, DIM = 6, 4
+
+
+@dataclass
+class Rows:
+    """A batch that nothing of this package can take apart."""
+
+    x: torch.Tensor
+    mask: torch.Tensor
+    edges: list[tuple[int, int]]
+
+    def __len__(self):
+        raise AssertionError("a batch is not asked for its length")
+
+
+def squares(net, x):
+    return net(x).squeeze(-1).square()
+
+
+# name → (what the step returns, the sum of the terms, their number); `mask` marks the targets.
+LOSSES = {}
+
+
+def loss(needs_targets=False):
+    def add(function):
+        LOSSES[function.__name__] = function, needs_targets
+        return function
+
+    return add
+
+
+@loss(needs_targets=True)
+def masked_mean(net, x, mask):
+    terms = (squares(net, x) * mask).sum()
+    return terms / mask.sum(), terms, mask.sum()
+
+
+@loss()
+def clamped(net, x, mask):
+    terms = (squares(net, x) * mask).sum()
+    return terms / mask.sum().clamp(min=1), terms, mask.sum()
+
+
+@loss()
+def selected_or_zero(net, x, mask):
+    chosen = squares(net, x)[mask]
+    step = chosen.mean() if len(chosen) else 0 * net(x).sum()
+    return step, chosen.sum(), len(chosen)
+
+
+@loss()
+def masked_or_a_leaf(net, x, mask):
+    terms = (squares(net, x) * mask).sum()
+    step = terms / mask.sum() if mask.any() else torch.zeros((), dtype=x.dtype, requires_grad=True)
+    return step, terms, mask.sum()
+
+
+@loss()
+def divided_by_a_python_number(net, x, mask):
+    terms = squares(net, x)[mask].sum()
+    return terms / max(1, int(mask.sum())), terms, mask.sum()
+
+
+@loss(needs_targets=True)
+def fractional_weights(net, x, mask):
+    weight = mask * torch.linspace(0.02, 0.3, len(mask), dtype=x.dtype)
+    terms = (squares(net, x) * weight).sum()
+    return terms / weight.sum(), terms, weight.sum()
+
+
+@loss()
+def hinge_of_active_triplets(net, x, mask):
+    y = net(x).squeeze(-1)
+    terms = F.relu(y[0::2] - y[1::2] + 0.1) * mask[0::2]
+    return terms.sum() / (terms > 0).sum().clamp(min=1), terms.sum(), (terms > 0).sum()
+
+
+@loss(needs_targets=True)
+def pairs(net, x, mask):
+    """As of DPO and reward models: neighbouring rows belong together."""
+    y = net(x).squeeze(-1)
+    terms = -F.logsigmoid(y[0::2] - y[1::2])[mask[0::2]]
+    return terms.mean(), terms.sum(), len(terms)
+
+
+@loss()
+def summed(net, x, mask):
+    terms = squares(net, x)[mask].sum()
+    return terms, terms, None
+
+
+@loss(needs_targets=True)
+def a_size_is_asserted(net, x, mask):
+    assert len(x) == ROWS, "the buffers of this model hold six rows"
+    terms = squares(net, x)[mask]
+    return terms.mean(), terms.sum(), len(terms)
+
+
+@loss(needs_targets=True)
+def each_row_by_itself(net, x, mask):
+    terms = [squares(net, row[None])[0] for row in x[mask]]
+    return torch.stack(terms).mean(), sum(terms), len(terms)
+
+
+TARGETS = {  # of each batch
+    "full": (6, 6, 6, 6, 6),
+    "different": (6, 1, 4, 2, 6, 3, 1),
+    "without": (3, 0, 5, 1, 0, 0, 2),
+    "without at first": (0, 4, 2, 0, 0, 1),
+}
+FACTORS = {"two": 2, "three": 3, "a schedule": {0: 1, 1: 3, 2: 2}}
+
+
+def list_batches(targets, seed):
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for number in targets:
+        x = torch.randn(ROWS, DIM, generator=generator, dtype=torch.float64)
+        # Pairs are marked by their first rows, so targets are there too.
+        mask = torch.zeros(ROWS, dtype=torch.bool)
+        mask[torch.tensor([0, 2, 4, 1, 3, 5])[:number]] = True
+        found.append((x, mask))
+    return found
+
+
+def make_net():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(DIM, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+
+
+class Lit(L.LightningModule):
+    def __init__(self, function):
+        super().__init__()
+        self.net, self.function = make_net(), function
+
+    def training_step(self, batch, batch_idx):
+        x, mask = (batch.x, batch.mask) if isinstance(batch, Rows) else batch
+        return self.function(self.net, x, mask)[0]
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.3)
+
+
+def list_windows(batches, factor):
+    schedule = factor if isinstance(factor, dict) else {0: factor}
+    windows, step, batches = [], 0, list(batches)
+    while batches:
+        size = [value for start, value in schedule.items() if start <= step][-1]
+        windows.append(batches[:size])
+        batches, step = batches[size:], step + 1
+    return windows
+
+
+def train_in_closed_form(function, batches, factor):
+    net = make_net()
+    optimizer = torch.optim.SGD(net.parameters(), 0.3)
+    for window in list_windows(batches, factor):
+        optimizer.zero_grad()
+        results = [function(net, x, mask) for x, mask in window]
+        total = sum(terms for _, terms, _ in results)
+        counts = [count for *_, count in results]
+        divisor = 1 if counts[0] is None else sum(float(count) for count in counts)
+        if divisor:
+            (total / divisor).backward()
+            optimizer.step()
+    return weights(net)
+
+
+def train_in_a_trainer(function, batches, factor, wrap):
+    module = Lit(function)
+    loader = DataLoader([wrap(batch) for batch in batches], batch_size=None, collate_fn=lambda batch: batch)
+    by = {"by": "step"} if isinstance(factor, dict) else {}
+    trainer([ft.TokenWeightedAccumulation(factor, **by)]).fit(module, loader)
+    return weights(module.net)
+
+
+def train_in_a_loop(function, batches, factor, wrap):
+    module = Lit(function)
+    optimizer = module.configure_optimizers()
+    for window in list_windows([wrap(batch) for batch in batches], factor):
+        optimizer.zero_grad()
+        ft.accumulate_window(lambda batch: module.training_step(batch, 0), window)
+        optimizer.step()
+    return weights(module.net)
+
+
+HOSTS = {"trainer": train_in_a_trainer, "loop": train_in_a_loop}
+WRAPS = {"tensors": lambda batch: batch, "an object": lambda batch: Rows(*batch, [(0, 1), (1, 2)])}
+
+
+def list_settings():
+    """All combinations that have a closed form."""
+    found = []
+    for name, (_, needs_targets) in LOSSES.items():
+        for targets in TARGETS:
+            if not (needs_targets and 0 in TARGETS[targets]):
+                found += [(name, targets, factor, host, wrap) for factor in FACTORS for host in HOSTS for wrap in WRAPS]
+    return found
+
+
+SETTINGS = list_settings()
+
+
+def misses(setting):
+    name, targets, factor, host, wrap = setting
+    function, batches = LOSSES[name][0], list_batches(TARGETS[targets], seed=len(name))
+    trained = HOSTS[host](function, batches, FACTORS[factor], WRAPS[wrap])
+    return largest_difference(train_in_closed_form(function, batches, FACTORS[factor]), trained)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("setting", random.Random(2).sample(SETTINGS, 60), ids=", ".join)
+def test_a_window_has_the_gradient_of_all_its_terms(setting):
+    assert misses(setting) < 1e-12
+
+
+def test_negative_control_lightnings_window_differs():
+    batches = list_batches(TARGETS["different"], seed=1)
+    module = Lit(masked_mean)
+    loader = DataLoader(batches, batch_size=None)
+    trainer(accumulate_grad_batches=2).fit(module, loader)
+    assert largest_difference(train_in_closed_form(masked_mean, batches, 2), weights(module.net)) > 1e-3
+
+
+if __name__ == "__main__":
+    import logging
+    import warnings
+
+    logging.disable(logging.WARNING)
+    warnings.filterwarnings("ignore")
+    wrong = 0
+    for each in SETTINGS:
+        try:
+            apart = misses(each)
+        except Exception as error:
+            apart = f"{type(error).__name__}: {error}"[:300]
+        if isinstance(apart, str) or apart > 1e-12:
+            wrong += 1
+            print(", ".join(each), "->", apart)
+    print(f"{wrong} of {len(SETTINGS)} settings differ")
