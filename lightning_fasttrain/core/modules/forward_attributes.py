@@ -168,11 +168,11 @@ class _BeforeForward:
         if not self.attributes.inside:
             return []
         now = StepState([self.module], parameters=False, buffers=False)
-        state.restore()
+        state.restore_values()
         try:
             return self.attributes.copy_inside()
         finally:
-            now.restore()
+            now.restore_values()
 
     def _find_inside(self, names: Sequence[str], known: Collection[tuple[int, str]]) -> list[tuple[nn.Module, str]]:
         """Return the attributes that are the same objects as before, and differ under one of these names."""

@@ -294,7 +294,7 @@ class RecomputedForward(WrappedForward):
             with around.restored(), again, capturing_nothing():
                 yield
         finally:
-            state.restore()
+            state.restore_values()
             self.seen = False
 
     def contexts(self, keeping: AbstractContextManager[object], reusing: AbstractContextManager[object]) -> Contexts:

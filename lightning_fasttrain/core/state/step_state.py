@@ -91,10 +91,14 @@ class StepState:
             self._visit_module(module, f"{type(module).__name__}{place}" if len(roots) > 1 else "")
 
     def restore(self) -> None:
-        """Put everything back as it was, and the random states."""
+        """Put everything back as it was, and the global random states."""
+        self.restore_values()
+        self.restore_generators()
+
+    def restore_values(self) -> None:
+        """Put everything back as it was that hangs on the modules."""
         for held in self._held:
             held.restore()
-        self.restore_generators()
 
     def restore_generators(self) -> None:
         """Put the states of the global random generators back."""
