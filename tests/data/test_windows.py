@@ -3,6 +3,7 @@
 The right weights are those of a plain loop that adds up the terms of a window itself.
 """
 
+import json
 import random
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader
 
 import lightning_fasttrain as ft
 from tests.support.nets import largest_difference, trainer, weights
+from tests.support.ranks import run_ranks
 
 ROWS, DIM = 6, 4
 
@@ -230,6 +232,15 @@ def misses(setting):
 @pytest.mark.parametrize("setting", random.Random(2).sample(SETTINGS, 60), ids=", ".join)
 def test_a_window_has_the_gradient_of_all_its_terms(setting):
     assert misses(setting) < 1e-12
+
+
+@pytest.mark.slow
+def test_a_window_of_two_ranks_has_the_gradient_of_all_their_terms(tmp_path):
+    found = tmp_path / "found.json"
+    run_ranks("tests.data.windows_on_ranks", found, log=tmp_path / "log")
+    for rank in json.loads(found.read_text()):
+        assert len(rank) >= 30
+        assert {setting: missed for setting, missed in rank.items() if not missed < 1e-12} == {}
 
 
 def test_negative_control_lightnings_window_differs():

@@ -43,6 +43,11 @@ class TokenWeightedAccumulation(Technique):
     targets and when the last window of an epoch is short. Here batch k contributes c_k ℓ_k, and once the window is
     full its gradient is divided by Σ c_k, over all ranks. ``training_step`` still returns its mean loss.
 
+    c_k is read from the graph of each batch's own loss: the divisor of its mean or quotient. Samples of the first batch
+    are run by themselves too, which shows constant factors, but they need not be able to: batches may be pairs, objects
+    or lists of images, and a step may assert a size. A batch whose loss is zero for lack of targets counts nothing, and
+    one whose loss is divided by 1 counts one target.
+
     Acts in the closure of the optimizer step; the division is done before any callback, clipping or the optimizer
     sees the gradient. A checkpoint taken inside a window holds the gradient so far.
 
@@ -244,7 +249,8 @@ class TokenWeightedAccumulation(Technique):
             self._targets = 1 / self._trainer.world_size  # turns the mean over ranks into a sum
         elif self._trainer.world_size > 1:  # DDP averages gradients, so the mean count divides
             strategy = self._trainer.strategy
-            targets = torch.as_tensor(self._targets, dtype=torch.float32, device=strategy.root_device)
+            precision = torch.float64 if strategy.root_device.type == "cpu" else torch.float32
+            targets = torch.as_tensor(self._targets, dtype=precision, device=strategy.root_device)
             self._targets = strategy.reduce(targets, reduce_op="mean")
         scale_gradients_(optimizer, self.reference, self._targets, self._trainer.strategy)
         self._begin_window()

@@ -129,12 +129,12 @@ def find_weight(
     Raises:
         CannotSplitError: neither samples nor the loss of the batch show its weight, or ``count`` contradicts them.
     """
-    search = functools.partial(
-        find_split, stage, check=check, preferred=preferred, together=together, whole_batches=True
-    )
+    if callable(count) and not check:
+        return LossSplit(None, count)
+    search = functools.partial(find_split, stage, preferred=preferred, together=together, whole_batches=True)
     split: LossSplit | None = None
     try:
-        split = search(samples(), count)
+        split = search(samples(), count, check=True)
     except CannotSplitError as error:
         refused = error
     else:
@@ -144,13 +144,18 @@ def find_weight(
             return split
         refused = CannotSplitError("they have no gradient")
     # Outside of the handler, so that an error of the user's step is shown alone.
-    if not callable(count):
+    if callable(count):
+        with suppress(CannotSplitError):
+            search(samples(), "auto", check=True)
+            raise refused from None
+        say("each batch is weighted by count=, as given: its samples cannot be compared, since %s", refused.why)
+        return LossSplit(None, count)
+    try:
         return _read_batch(stage, batch, refused, together) or split
-    with suppress(CannotSplitError):
-        search(samples(), "auto")
-        raise refused from None
-    say("each batch is weighted by count=, as given: its samples cannot be compared, since %s", refused.why)
-    return LossSplit(None, count)
+    except CannotSplitError:
+        if check:
+            raise
+    return search(samples(), count, check=False)
 
 
 def _read_batch(stage: Stage, batch: object, refused: CannotSplitError, together: bool) -> LossSplit | None:
