@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_fasttrain.core.checks import NonNegativeInt, PositiveInt, PositiveShare, check_arguments
 from lightning_fasttrain.core.host.lightning import FabricModule
+from lightning_fasttrain.core.host.zero_steps import TakenSteps
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.parameters import local_part, names_of_parameters
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
@@ -30,16 +31,17 @@ class WeightEMA(Technique):
 
     Validation within a fit runs with the average, and the weights are restored bit for bit. So do ``trainer.validate``,
     ``test`` and ``predict``: after a fit with its average, and with ``ckpt_path`` with that of the checkpoint. In
-    checkpoints the model is saved with its trained weights and the average beside it, so that a run resumes bit for
-    bit; :func:`averaged_state_dict` returns the averaged weights of a checkpoint. Buffers, such as BatchNorm's running
-    statistics, are those of the training.
+    checkpoints, also those that a callback saves during an evaluation, the model has its trained weights and the
+    average is beside it, so that a run resumes bit for bit; :func:`averaged_state_dict` returns the averaged weights of
+    a checkpoint. Buffers, such as BatchNorm's running statistics, are those of the training.
 
     Only trained parameters are averaged: a copy of these in memory, and in an evaluation another one. Averages of
     parameters in 16 bits are float32. Under :class:`~lightning_fasttrain.FSDP2Strategy`, also with tensor parallelism,
     each rank averages its shards, without communication; checkpoints hold them under the parameters' names, and load on
     any number of ranks and without sharding.
 
-    Updates act in ``on_train_batch_end``, the first hook after the step. In a Fabric or bare loop call :meth:`update`
+    Updates act in ``on_train_batch_end``, the first hook after the step, unless a guard or a loss scaler has skipped
+    it. In a Fabric or bare loop call :meth:`update`
     and :meth:`in_use`, and save the object as an entry of the state: ``fabric.save(path, {"model": net, "ema": ema})``.
 
     Args:
@@ -94,8 +96,10 @@ class WeightEMA(Technique):
         self.decay, self.start_step, self.every_n_steps = decay, start_step, every_n_steps
         self.average: dict[str, Tensor] = {}
         self._ties: dict[str, str] = {}
-        self._steps = self._seen = 0
+        self._steps = 0
         self._evaluation = ExitStack()
+        self._swapped: tuple[list[Tensor], list[Tensor], list[Tensor]] | None = None  # own weights, averages, weights
+        self._taken: TakenSteps | None = None
         self._of: weakref.ref[nn.Module] | None = None
 
     @torch.no_grad()
@@ -134,12 +138,31 @@ class WeightEMA(Technique):
         averages, weights = self._shards_beside(parameters, names)
         own = list(map(torch.clone, weights))
         try:
-            _copy_all(averages, weights)
+            self._put(model, averages, weights)
+            self._swapped = own, averages, weights
             yield
         finally:
-            # A forward without backward leaves parameters gathered, with the values of the average.
-            _reshard(model)
-            _copy_all(own, weights)
+            self._swapped = None
+            self._put(model, own, weights)
+
+    @contextmanager
+    def _out_of_use(self, model: nn.Module) -> Iterator[None]:
+        """Context in which ``model`` has its own weights for a while, though the average is in use."""
+        if self._swapped is None:
+            yield
+            return
+        own, averages, weights = self._swapped
+        self._put(model, own, weights)
+        try:
+            yield
+        finally:
+            self._put(model, averages, weights)
+
+    @staticmethod
+    def _put(model: nn.Module, values: list[Tensor], weights: list[Tensor]) -> None:
+        # A forward without backward leaves parameters gathered, with the values of before.
+        _reshard(model)
+        _copy_all(values, weights)
 
     def _shards_beside(self, parameters: Mapping[str, Tensor], names: list[str]) -> tuple[list[Tensor], list[Tensor]]:
         """Return this rank's part of the averages and of the parameters of these names."""
@@ -169,7 +192,7 @@ class WeightEMA(Technique):
         if trainer.state.fn == "fit":
             self.load_state_dict({})
             self._of = weakref.ref(pl_module)
-            return self._evaluation.close
+            return self._end
         # Lightning restores callbacks in a fit alone, but hands every checkpoint to the module.
         load = pl_module.on_load_checkpoint
 
@@ -186,23 +209,37 @@ class WeightEMA(Technique):
 
         return detach
 
+    def _end(self) -> None:
+        self._evaluation.close()
+        if self._taken is not None:
+            self._taken.close()
+            self._taken = None
+
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: a checkpoint is loaded, if there is one."""
-        self._seen = trainer.global_step
+        self._taken = TakenSteps(trainer)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         """Hook: called after the optimizer's step, or between the batches whose gradients are summed."""
-        if trainer.global_step != self._seen:
-            self._seen = trainer.global_step
+        assert self._taken is not None
+        if self._taken.has_new():
             self.update(pl_module)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: called before the first batch."""
         # Another model than the one that was trained has weights of its own.
-        if self._of is not None and self._of() is pl_module:
-            self._evaluation.enter_context(self.in_use(pl_module))
+        if self._of is None or self._of() is not pl_module:
+            return
+        self._evaluation.enter_context(self.in_use(pl_module))
+        save = trainer.save_checkpoint
+
+        def save_checkpoint(*args: Any, **kwargs: Any) -> None:
+            with self._out_of_use(pl_module):  # whoever saves, and whenever
+                save(*args, **kwargs)
+
+        self._evaluation.callback(patch(trainer, "save_checkpoint", save_checkpoint))
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: called before ModelCheckpoint's, which comes last."""
@@ -219,7 +256,7 @@ class WeightEMA(Technique):
         self._ties, self._steps = dict(state_dict.get("ties", {})), int(state_dict.get("steps", 0))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_evaluation": ExitStack(), "_of": None}
+        return {**super().__getstate__(), "_evaluation": ExitStack(), "_of": None, "_swapped": None, "_taken": None}
 
 
 @check_arguments

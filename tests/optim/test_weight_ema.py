@@ -2,6 +2,7 @@
 
 import copy
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
@@ -9,7 +10,7 @@ from torch import nn
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.optim import WeightEMA, averaged_state_dict
-from tests.support.nets import TinyLM, as_loader, lm_batches, trainer, weights
+from tests.support.nets import TinyLM, as_loader, largest_difference, lm_batches, trainer, weights
 
 BATCHES = lm_batches(5)
 
@@ -127,3 +128,59 @@ def test_a_copy_keeps_the_average_without_the_model():
 def test_settings_out_of_range_are_refused(settings):
     with pytest.raises(ValueError, match=f"{next(iter(settings))}="):
         ft.optim.WeightEMA(**settings)
+
+
+class Validated(TinyLM):
+    """Logs a value in validation, and has a loss that is not finite in some batches."""
+
+    def __init__(self, bad=()):
+        super().__init__()
+        self.bad, self.batch = bad, -1
+
+    def training_step(self, batch, batch_idx):
+        self.batch += 1
+        return super().training_step(batch, batch_idx) * (float("nan") if self.batch in self.bad else 1.0)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("loss", self.loss(batch))
+
+
+class SavesInside(L.Callback):
+    def __init__(self, path, hook):
+        self.path = path
+        setattr(self, hook, self.save)
+
+    def save(self, trainer, module, *_):
+        if not trainer.sanity_checking:
+            trainer.save_checkpoint(self.path, weights_only=self.path.stem == "alone")
+            self.during = weights(module)
+
+
+class Trained(L.Callback):
+    def on_train_batch_end(self, trainer, module, *_):
+        self.weights = weights(module)
+
+
+@pytest.mark.parametrize("hook", ["on_validation_start", "on_validation_batch_end", "on_validation_end"])
+@pytest.mark.parametrize("is_first", [True, False], ids=["saves first", "averages first"])
+@pytest.mark.parametrize("name", ["all", "alone"])
+def test_a_checkpoint_saved_during_an_evaluation_holds_the_trained_weights(hook, is_first, name, tmp_path):
+    saves, trained, ema = SavesInside(tmp_path / f"{name}.ckpt", hook), Trained(), WeightEMA(0.5)
+    callbacks = [trained, saves, ema] if is_first else [trained, ema, saves]
+    module = Validated()
+    trainer(callbacks).fit(module, as_loader(BATCHES), as_loader(BATCHES[:1]))
+    saved = torch.load(saves.path, weights_only=True)["state_dict"]
+    assert largest_difference(saved, trained.weights) == 0
+    assert largest_difference(weights(module), trained.weights) == 0
+    if hook == "on_validation_batch_end":  # the average is in use again after the save
+        assert largest_difference(ema.average, {n: saves.during[n] for n in ema.average}) == 0
+
+
+@pytest.mark.filterwarnings("ignore:a step was skipped")
+def test_a_step_that_a_guard_skips_is_not_averaged():
+    averages = []
+    for bad, batches in (((2,), BATCHES), ((), BATCHES[:2] + BATCHES[3:])):
+        ema = WeightEMA(0.5)
+        trainer([ema, ft.run.FiniteGuard()]).fit(Validated(bad), as_loader(batches))
+        averages.append(ema.average)
+    assert largest_difference(*averages) == 0

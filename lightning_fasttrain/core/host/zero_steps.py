@@ -1,12 +1,14 @@
-"""Read the gradients that DeepSpeed's optimizers hold, and skip one of their steps as DeepSpeed skips an overflow."""
+"""Tell whether optimizers took a step; read the gradients that DeepSpeed's hold, and skip one of their steps."""
 
 from contextlib import ExitStack
 from typing import Any
 
+import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_fasttrain.core.host.lightning import FabricOptimizer, plain_optimizer
 from lightning_fasttrain.core.messages import explain
@@ -28,6 +30,52 @@ def unwrap_optimizer(optimizer: object) -> Any:
 def is_deepspeed(optimizer: object) -> bool:
     """Whether an optimizer is one of DeepSpeed's around that of the user."""
     return type(optimizer).__module__.startswith("deepspeed.runtime")
+
+
+class TakenSteps:
+    """Tells whether the optimizers of a run have taken a step, which a guard or a loss scaler may have skipped.
+
+    Under manual optimization that is when the user's code has called ``step``. Where torch's optimizers skip on a
+    device because of a loss scaler, which only reading from it would show, the step counts as taken.
+
+    Args:
+        trainer: at the start of its training, when the optimizers exist.
+    """
+
+    def __init__(self, trainer: L.Trainer) -> None:
+        self._trainer = trainer
+        self._optimizers = list(map(unwrap_optimizer, trainer.optimizers))
+        self._taken = self._skipped = 0
+        self._handles: list[Any] = []
+        for optimizer in self._optimizers:
+            if isinstance(optimizer, Optimizer):
+                self._handles.append(optimizer.register_step_post_hook(self._note))
+        # DeepSpeed's have no hooks; others that step by themselves, in the backward, call none.
+        self._counts_all = not self._handles or len(self._handles) < len(self._optimizers)
+        self._seen = trainer.global_step
+
+    def _note(self, *_: object) -> None:
+        self._taken += 1
+
+    def has_new(self) -> bool:
+        """Return whether a step was taken since the last call."""
+        before, self._seen = self._seen, self._trainer.global_step
+        if self._counts_all:
+            skipped = any(getattr(optimizer, "overflow", False) for optimizer in self._optimizers)
+            return self._seen != before and not skipped
+        skips = sum(getattr(optimizer, SKIPPED_ON_DEVICE, 0) for optimizer in self._optimizers)
+        taken, self._taken = self._taken - (skips - self._skipped), 0
+        self._skipped = skips
+        return taken > 0
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+
+# An attribute of optimizers: the number of steps that a guard had them skip on the device, though their hooks ran.
+SKIPPED_ON_DEVICE = "skipped_on_device"
 
 
 def refuse_unguardable(optimizer: Any) -> None:
