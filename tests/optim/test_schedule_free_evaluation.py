@@ -6,7 +6,7 @@ import torch
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.optim import ScheduleFreeEvaluation
-from tests.support.nets import TinyLM, as_loader, largest_difference, lm_batches, sgd, trainer, weights
+from tests.support.nets import TinyLM, as_loader, heard, largest_difference, lm_batches, sgd, trainer, weights
 
 BATCHES = lm_batches(6)
 
@@ -107,3 +107,40 @@ def test_weights_written_during_validation_are_kept():
     watches = Watches(meddle=True)
     fit([watches, ScheduleFreeEvaluation()], epochs=1)
     assert watches.gaps[0] > 1e-2
+
+
+class Scored(Averages):
+    def validation_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.log("score", loss)
+        return loss
+
+    test_step = validation_step
+
+    def predict_step(self, batch, batch_idx):
+        return self.loss(batch)
+
+
+def test_an_evaluation_with_a_checkpoint_has_the_weights_that_were_scored(tmp_path):
+    saves = L.pytorch.callbacks.ModelCheckpoint(tmp_path, monitor="score", mode="max")
+    training = trainer([ScheduleFreeEvaluation(), saves], max_epochs=3, enable_checkpointing=True)
+    training.fit(Scored(), as_loader(BATCHES[:5]), as_loader(BATCHES[5:]))
+    score, path = saves.best_model_score.item(), saves.best_model_path
+    settings = {"dataloaders": as_loader(BATCHES[5:]), "ckpt_path": path, "weights_only": True}
+    assert training.test(**settings)[0]["score"] == score
+    fresh, module = trainer([ScheduleFreeEvaluation()]), Scored()
+    assert fresh.validate(module, **settings)[0]["score"] == score
+    assert fresh.predict(module, **settings)[0] == score
+    assert trainer().validate(module, **settings)[0]["score"] != score  # of the point of the gradients
+    assert "on_load_checkpoint" not in vars(module)
+
+
+def test_batch_norm_is_mentioned_once(caplog):
+    class Normalized(Scored):
+        def build(self):
+            super().build()
+            self.norm = torch.nn.BatchNorm1d(2)
+
+    with heard() as said:
+        trainer([ScheduleFreeEvaluation()]).fit(Normalized(), as_loader(BATCHES[:2]), as_loader(BATCHES[5:]))
+    assert sum("BatchNorm's statistics are those at the point" in line for line in said) == 1

@@ -1,14 +1,16 @@
 """Evaluate a run with a schedule-free optimizer at the average of its weights, and train it at the current ones."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import lightning as L
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.host.lightning import configured_optimizers
+from lightning_fasttrain.core.messages import explain, note_once
 from lightning_fasttrain.core.modules.parameters import parameters_of
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 
 
 class ScheduleFreeEvaluation(L.Callback):
@@ -20,9 +22,13 @@ class ScheduleFreeEvaluation(L.Callback):
 
     The optimizer computes one point from the other, with rounding that depends on the device. A validation within a fit
     leaves the weights unchanged bit for bit: they are saved meanwhile, which takes their size once more. Checkpoints
-    written during training hold the point of the gradients, so that a run resumes bit for bit; for the average load
-    model and optimizer, and call its ``eval()``. A checkpoint saved after the fit holds the average, and training can
-    continue from it.
+    written during training hold the point of the gradients, so that a run resumes bit for bit; ``trainer.validate``,
+    ``test`` and ``predict`` with their ``ckpt_path`` compute the average from them, with the optimizer's state. For the
+    average in other programs load model and optimizer, and call its ``eval()``. A checkpoint saved after the fit holds
+    the average, and training can continue from it.
+
+    Statistics of BatchNorm are those of the training, at the other point. The method's authors recompute them: run some
+    batches in training mode, without steps, between ``eval()`` and the evaluation.
 
     Raises:
         ValueError: in ``fit``: none of the optimizers is schedule-free.
@@ -37,6 +43,31 @@ class ScheduleFreeEvaluation(L.Callback):
 
     def __init__(self) -> None:
         self._kept: list[_Kept] = []
+        self._loaded: list[dict[str, Any]] = []  # the optimizers' states in the checkpoint of an evaluation
+        self._undo: Undo | None = None
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Hook: an evaluation alone hands its checkpoint to the module, and to no callback."""
+        self._loaded = []
+        if trainer.state.fn == TrainerFn.FITTING:
+            return
+        load = pl_module.on_load_checkpoint
+
+        def on_load_checkpoint(checkpoint: dict[str, Any]) -> None:
+            load(checkpoint)
+            self._loaded = checkpoint.get("optimizer_states", [])
+
+        self._undo = patch(pl_module, "on_load_checkpoint", on_load_checkpoint)
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Hook: the end of a run."""
+        undo, self._undo = self._undo, None
+        if undo is not None:
+            undo()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Hook: the end of a run that failed, after which Lightning calls no ``teardown``."""
+        self.teardown(trainer, pl_module, "")
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: called after a checkpoint is loaded, whichever of the two points it holds."""
@@ -48,11 +79,28 @@ class ScheduleFreeEvaluation(L.Callback):
         _to_gradients(trainer)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Hook: called within a fit; a validation alone has no optimizer."""
+        """Hook: called before the first batch, within a fit or in an evaluation alone."""
+        if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in pl_module.modules()):
+            note_once(_OF_BATCH_NORM)
+        if trainer.state.fn != TrainerFn.FITTING:
+            self._average_loaded(pl_module)
+            return
         weights = [_Kept.of(p) for optimizer in _find_averaging(trainer) for p in parameters_of(optimizer)]
         _to_average(trainer)
         # Those that were switched: a checkpoint that was saved after a fit already holds the average.
         self._kept = [kept._replace(version=kept.weight._version) for kept in weights if kept.is_overwritten]
+
+    def _average_loaded(self, pl_module: L.LightningModule) -> None:
+        """Compute the average from a checkpoint's weights, with the states of the optimizers that wrote it."""
+        states, self._loaded = self._loaded, []
+        if not states:
+            return
+        for optimizer, state in zip(configured_optimizers(pl_module)[0], states, strict=True):
+            if _averages(optimizer):
+                optimizer.load_state_dict(state)
+                optimizer.eval()
+
+    on_test_start = on_predict_start = on_validation_start
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: called before ModelCheckpoint's, which comes last."""
@@ -67,6 +115,12 @@ class ScheduleFreeEvaluation(L.Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: leave the average in the model after the fit."""
         _to_average(trainer)
+
+
+_OF_BATCH_NORM = (
+    "ScheduleFreeEvaluation: BatchNorm's statistics are those at the point of the gradients, not of the average; the "
+    "method's authors run some batches in training mode before an evaluation to recompute them"
+)
 
 
 class _Kept(NamedTuple):
@@ -91,7 +145,11 @@ class _Kept(NamedTuple):
 
 def _find_averaging(trainer: L.Trainer) -> list[Any]:
     # Detected by its method, since the package that provides the class is optional.
-    return [optimizer for optimizer in trainer.optimizers if callable(getattr(optimizer, "eval", None))]
+    return list(filter(_averages, trainer.optimizers))
+
+
+def _averages(optimizer: object) -> TypeGuard[Any]:
+    return callable(getattr(optimizer, "eval", None))
 
 
 def _to_average(trainer: L.Trainer) -> None:
