@@ -130,8 +130,8 @@ def test_an_evaluation_with_a_checkpoint_has_the_weights_that_were_scored(tmp_pa
     assert training.test(**settings)[0]["score"] == score
     fresh, module = trainer([ScheduleFreeEvaluation()]), Scored()
     assert fresh.validate(module, **settings)[0]["score"] == score
-    assert fresh.predict(module, **settings)[0].item() == score
-    assert trainer().validate(module, **settings)[0]["score"] != score  # of the point of the gradients
+    assert fresh.predict(module, **settings)[0].item() == pytest.approx(score, rel=1e-6)
+    assert abs(trainer().validate(module, **settings)[0]["score"] - score) > 1e-4  # of the point of the gradients
     assert "on_load_checkpoint" not in vars(module)
 
 
