@@ -23,6 +23,7 @@ from lightning_fasttrain.core.modules.wrapped_forward import patch
 from lightning_fasttrain.run.checkpoint.exact_resume import KEY, ExactResume
 from lightning_fasttrain.run.checkpoint.gathered_states import pack, unpack
 from lightning_fasttrain.technique import Technique
+from tests.support.nets import trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.. before .optimizer.step..*")
 
@@ -823,3 +824,38 @@ def test_cuda_resumes_exactly_with_the_prefetcher(tmp_path):
     for path in save.files[:12]:
         *_, end = run([ExactResume(), ft.DevicePrefetch()], path, seed=4, **settings)
         assert not differences(whole["state_dict"], end["state_dict"]), path.name
+
+
+class ReadsTogether(L.LightningModule):
+    """Remembers the samples of several loaders."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.seen = nn.Parameter(torch.zeros(())), []
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append((self.trainer.current_epoch, repr(batch)))
+        return self.weight * 1.0
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("mode", ["min_size", "max_size_cycle", "max_size"])
+def test_shuffled_loaders_that_are_read_together_resume_at_the_end_of_an_epoch(mode, count, tmp_path):
+    """Passes draw their seeds when they begin, one after the other, and their orders with the first batches."""
+
+    def read(epochs, seed, path=None):
+        L.seed_everything(seed, verbose=False)
+        # Each has its own length.
+        loaders = [DataLoader(range(8 + 4 * place), 4, shuffle=True) for place in range(count)]
+        saves = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
+        run = trainer([ExactResume(), saves], max_epochs=epochs, enable_checkpointing=True)
+        module = ReadsTogether()
+        run.fit(module, CombinedLoader(loaders, mode), ckpt_path=path, weights_only=True if path else None)
+        return [batch for epoch, batch in module.seen if epoch > 0]
+
+    whole = read(3, seed=1)
+    assert len(whole) == len(set(whole))  # no epoch has the order of another
+    assert read(3, seed=7, path=tmp_path / "epoch=0.ckpt") == whole

@@ -376,3 +376,26 @@ def test_positions_count_used_batches_not_prefetched_ones():
         next(iter(loader))
     with pytest.raises(RuntimeError, match="15 batches were fetched and 1 used"):
         loader.position(1)
+
+
+def test_two_loaders_that_a_loop_reads_together_resume_between_epochs():
+    def read(saved=None, stop=None):
+        loaders, seen, first = [resumable(DataLoader(range(8), 4, shuffle=True)) for _ in range(2)], [], 0
+        if saved is not None:
+            first = saved["epoch"]
+            for loader, state in zip(loaders, saved["loaders"], strict=True):
+                loader.load_state_dict(state)
+            set_random_state(saved["random"])
+        for epoch in range(first, EPOCHS):
+            seen += [(epoch, repr(batch)) for batch in zip(*loaders, strict=True)]
+            if epoch == stop:
+                states = [loader.state_dict() for loader in loaders]
+                return {"epoch": epoch + 1, "loaders": states, "random": random_state()}
+        return seen
+
+    torch.manual_seed(3)
+    whole = [batch for batch in read() if batch[0] > 0]
+    torch.manual_seed(3)
+    saved = read(stop=0)
+    torch.manual_seed(9)
+    assert read(saved) == whole

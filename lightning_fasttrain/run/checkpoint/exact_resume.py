@@ -188,7 +188,7 @@ class ExactResume(Technique):
 
     def _hold_loaders_of(self, setup_data: Callable[[], None]) -> None:
         """Run Lightning's ``setup_data``, and store the training loaders that it makes, if any."""
-        self._being_made = []
+        self._being_made, self._waiting = [], []
         try:
             setup_data()
         finally:
@@ -208,6 +208,8 @@ class ExactResume(Technique):
             return loader
         i, held, resume = len(self._being_made), hold_loader(loader, self.seed_samples), self._resume
         about = {} if keeps_its_state(loader) else None
+        if held is not None:
+            held.waiting = self._waiting
         self._being_made.append(_TrainingLoader(held, about if held is None else describe_loader(loader)))
         # Here, not later: setup_data iterates as soon as it has wrapped the loaders, and may fetch ahead.
         if resume is not None and not resume.positioned:

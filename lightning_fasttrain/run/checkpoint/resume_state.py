@@ -276,6 +276,8 @@ class ResumeState:
 class _HeldLoader(ResumableLoader):
     """A loader whose position is saved by the callback, for every process, instead of by Lightning for rank 0."""
 
+    _begins_late = True
+
     # Lightning regards a loader with a state_dict as resumable, and does not warn.
     def state_dict(self) -> dict[str, Any]:
         return {}

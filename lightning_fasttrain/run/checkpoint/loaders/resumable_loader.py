@@ -97,6 +97,9 @@ def resumable(loader: Iterable[object], seed_samples: bool = False) -> Any:
 class ResumableLoader(WrappedLoader):
     """The wrapper that :func:`resumable` returns."""
 
+    # Whether, after a load, a pass begins with its first batch, since Lightning may iterate again before.
+    _begins_late = False
+
     def __init__(self, inner: Iterable[Any], seed_samples: bool = False) -> None:
         if isinstance(inner, Iterator):
             why = "an iterator ends with its first pass, so a later process cannot skip to its position"
@@ -119,8 +122,9 @@ class ResumableLoader(WrappedLoader):
         self._handed_out = self._repeats = 0
         self._positions: deque[tuple[int, dict[str, Any]]] = deque(maxlen=_REMEMBERED)
         self._to_resume: dict[str, Any] | None = None
-        # After a load, workers start with the first batch, since Lightning may iterate again before.
         self._lazy = False
+        # Passes that start with the first batch: of this loader, or of all that are read side by side.
+        self.waiting: list[_Pass] = []
         # For the next pass of persistent workers; None until their first one.
         self._workers_seed: int | None = None
 
@@ -128,6 +132,8 @@ class ResumableLoader(WrappedLoader):
         a_pass = _Pass(self)
         if self._to_resume is None and not self._lazy:
             a_pass.begin()
+        else:
+            self.waiting[:] = [*(other for other in self.waiting if other.loader is not self), a_pass]
         return a_pass
 
     def state_dict(self) -> dict[str, Any]:
@@ -141,7 +147,7 @@ class ResumableLoader(WrappedLoader):
         """Resume from ``state``; call it before iterating."""
         self._positions.clear()
         self._handed_out = 0
-        self._lazy = True
+        self._lazy = self._begins_late
         self._to_resume = None
         if state["start"] is None:
             restore_generators(generators_of(self.inner), state["generators"])
@@ -275,6 +281,13 @@ class _Pass(Iterator[Any]):
         self.batches = loader._begin(self.start, 0, self.states, known=False)
         self._note()
 
+    def _begin_waiting(self) -> None:
+        """Begin all passes that wait, as they draw their seeds one after the other, before any draws its order."""
+        waiting, self.loader.waiting[:] = list(self.loader.waiting), []
+        for each in (*waiting, self):
+            if each.batches is None:
+                each.begin()
+
     def _resume(self, state: dict[str, Any]) -> None:
         loader = self.loader
         self.start, self.given = dict(state["start"]), state["given"]
@@ -295,7 +308,7 @@ class _Pass(Iterator[Any]):
 
     def __next__(self) -> Any:
         if self.batches is None:
-            self.begin()
+            self._begin_waiting()
         assert self.batches is not None
         here = None
         if self.ahead:
