@@ -129,6 +129,12 @@ def try_unsplit(stage: Stage, sample: Sample, precision: str = "float32") -> Tri
         raise
 
 
+def try_whole(stage: Stage, batch: object, size: int = 1) -> Trial:
+    """Run the step on a whole batch, without gradients. Raises: what the step raises."""
+    with torch.no_grad():
+        return try_unsplit(replace(stage, gradients=False), Sample(batch, size, []))
+
+
 def _try_sample(stage: Stage, sample: Sample, precision: str) -> Trial:
     """Run in the given precision; if the step fails in it or runs out of memory, in the step's own precision."""
     precisions = [precision, "as it is"]

@@ -609,3 +609,12 @@ def test_on_a_gpu_under_autocast_the_rule_is_found_and_random_states_stay(dtype)
     state = torch.cuda.get_rng_state()
     assert ft.data.find_count(torch.autocast("cuda", dtype)(step), batch) == CountRule("next_tokens")
     assert torch.equal(state, torch.cuda.get_rng_state())
+
+
+@pytest.mark.parametrize("error", [KeyError, AttributeError, AssertionError, RuntimeError])
+def test_an_error_of_the_step_is_shown_as_it_is(error):
+    def step(batch):
+        raise error("of the user")
+
+    with pytest.raises(error, match="of the user"):
+        ft.data.find_count(step, torch.ones(4, 3))

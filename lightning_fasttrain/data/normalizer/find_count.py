@@ -17,7 +17,7 @@ from lightning_fasttrain.data.normalizer.count_targets import Count, CountRule, 
 from lightning_fasttrain.data.normalizer.find_split import CannotSplitError, find_split
 from lightning_fasttrain.trial.runs import models_of
 from lightning_fasttrain.trial.sample_rows import sample_rows
-from lightning_fasttrain.trial.try_split import Stage
+from lightning_fasttrain.trial.try_split import Stage, try_whole
 
 
 @check_arguments
@@ -62,8 +62,18 @@ def find_count(
         CountRule(name='sum', ignore_index=-100)
     """
     named = named_count(count)
-    samples = sample_rows(batch, -(-batch_size(batch) // n))
-    split = find_split(stage_of(step, no_sync), samples, named, check=check)
+    stage = stage_of(step, no_sync)
+    try:
+        split = find_split(stage, sample_rows(batch, -(-batch_size(batch) // n)), named, check=check)
+    except CannotSplitError as error:
+        if error.trial is None or not error.trial.failed:
+            raise
+        refused = error
+    else:
+        refused = None
+    if refused is not None:  # outside of the handler, so that an error of the user's step is shown alone
+        try_whole(stage, batch)
+        raise refused
     assert split is not None  # this stage rejects a step that returns None
     if split.is_sum:
         return CountRule("sum")

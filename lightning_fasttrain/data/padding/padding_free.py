@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import lightning as L
-import torch
 from torch import nn
 
 from lightning_fasttrain.core.batch.leaves import batch_size, can_be_cut, pick_rows
@@ -29,7 +28,7 @@ from lightning_fasttrain.technique import Capability, Conflict, Surgery, Techniq
 from lightning_fasttrain.technique.declarations import NO_BLOCKS, Facts
 from lightning_fasttrain.trial.runs import Run, Trial
 from lightning_fasttrain.trial.sample_rows import Sample, rank_rows
-from lightning_fasttrain.trial.try_split import Looks, Stage, distinguish_rounding, try_split, try_unsplit
+from lightning_fasttrain.trial.try_split import Looks, Stage, distinguish_rounding, try_split, try_whole
 
 _LOGGED = 1e-3  # relative, of logged values: products of other shapes round differently
 _LEAST = 0.05  # a share of padding that is worth a word
@@ -74,14 +73,6 @@ def _try(stage: Stage, batch: object) -> Outcome:
     return mine.of_all_ranks()
 
 
-def _run_plainly(stage: Stage, batch: object, wrappers: Sequence[PackedForward]) -> None:
-    """Run the step on the whole batch with its padding, without gradients. Raises: what the step raises."""
-    for wrapper in wrappers:
-        wrapper.acts = False
-    with torch.no_grad():
-        try_unsplit(replace(stage, gradients=False, in_turn=False), Sample(batch, batch_size(batch), []))
-
-
 def _try_rows(stage: Stage, batch: object, wrappers: Sequence[PackedForward]) -> Outcome:
     def step(rows: object) -> Any:
         # It stays so until the next run, since a recomputation in the backward asks again.
@@ -100,7 +91,9 @@ def _try_rows(stage: Stage, batch: object, wrappers: Sequence[PackedForward]) ->
         if trial.failed or not trial.why_not:
             break
     if trial.failed and stage.gradients:
-        _run_plainly(stage, batch, wrappers)
+        for wrapper in wrappers:
+            wrapper.acts = False
+        try_whole(replace(stage, in_turn=False), batch)
     if trial.why_not:
         return Outcome(trial.why_not, is_known=trial.failed)
     if not any(wrapper.ran for wrapper in wrappers):

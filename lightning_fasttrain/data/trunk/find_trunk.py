@@ -25,7 +25,7 @@ from lightning_fasttrain.trial.try_split import (
     list_other_state,
     run_again,
     try_split,
-    try_unsplit,
+    try_whole,
     watching_calls,
 )
 
@@ -79,7 +79,7 @@ class TrunkTrial:
         """
         size = batch_size(batch)
         with _recording_calls(_all_modules(stage)) as unsplit:
-            trial = _try_whole(stage, batch, size)
+            trial = try_whole(stage, batch, size)
         one_row: _Calls = {}
         for module, calls in unsplit.items():
             one_row[module] = [call.expect_one_row(size) for call in calls]
@@ -152,12 +152,6 @@ class TrunkTrial:
         if self.stage.gradients:
             return [mine]
         return from_all_ranks([mine])
-
-
-def _try_whole(stage: Stage, batch: object, size: int) -> Trial:
-    """Run the step on a whole batch, without gradients. Raises: what the step raises."""
-    with torch.no_grad():
-        return try_unsplit(replace(stage, gradients=False), Sample(batch, size, []))
 
 
 @dataclass
@@ -449,7 +443,7 @@ class BatchSearch:
         """Return the trunk. Raises: CannotSplitError: there is none; or what the step raises on the whole batch."""
         windows = self.is_window or self.count != "auto"
         if windows and error.trial is not None and error.trial.failed and self.stage.gradients:
-            _try_whole(self.stage, self.batch, 1)
+            try_whole(self.stage, self.batch)
         if self.is_window and not self.whole_batches and self.count == "auto":
             what = "micro-batches of a window of several batches, as with TokenWeightedAccumulation"
             why = f"{error.why}, and the samples of several batches are never in memory together"
