@@ -249,6 +249,20 @@ def test_a_window_has_the_gradient_of_all_its_terms(setting):
     assert misses(setting) < 1e-12
 
 
+class SumThenMean(Lit):
+    def training_step(self, batch, batch_idx):
+        terms = squares(self.net, batch[0])
+        return terms.sum() if batch_idx == 0 else terms.mean()
+
+
+def test_a_window_of_a_sum_and_a_mean_has_no_common_unit():
+    loader = DataLoader(list_batches((6, 6), seed=0), batch_size=None)
+    with pytest.raises(
+        ValueError, match="TokenWeightedAccumulation inside an accumulation window: this batch is split"
+    ):
+        trainer([ft.TokenWeightedAccumulation(2)]).fit(SumThenMean(None), loader)
+
+
 @pytest.mark.slow
 def test_a_window_of_two_ranks_has_the_gradient_of_all_their_terms(tmp_path):
     found = tmp_path / "found.json"

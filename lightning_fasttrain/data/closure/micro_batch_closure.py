@@ -254,15 +254,16 @@ class SplitSearch:
         self, batch: object, rest: list[Any], error: OtherSplitError, attempt: int, is_first: bool
     ) -> None:
         """Search again for a batch whose loss is split differently; none of its gradients have been used yet."""
-        search, in_one_unit = self._search(batch, rest), self.window is not None and self.split.scale == 1
-        if not (is_first or in_one_unit):
+        found: Found | None = None
+        if is_first or self.window is not None:
+            found = self._search(batch, rest).find_another(self.split, error, attempt)
+        if found is None or not (is_first or self.split.counts_as(found)):
             what = f"{type(self.window or self.micro).__name__} inside an accumulation window"
             why = f"this batch is split unlike earlier ones, whose gradients are in the sum: {error}"
             way_out = "Use TokenWeightedAccumulation, or name the trunk with through="
             if self.window is not None:
                 way_out = "Give count= a function (of a batch: the number of terms its loss averages over)"
             raise ValueError(explain(what, why, way_out)) from error
-        found = search.find_another(self.split, error, attempt)
         if isinstance(found, LossSplit):
             say("%s; from here on each batch, or micro-batch of one, is weighted by %s", error, found)
         self._use(found)

@@ -282,6 +282,12 @@ class LossSplit:
         """Whether the samples showed neither a gradient nor a divisor that depends on them, as without targets."""
         return self.provisional and self.read is not None and self.is_sum
 
+    def counts_as(self, other: object) -> bool:
+        """Whether weights by another split can be added to those by this one."""
+        if not isinstance(other, LossSplit) or self.scale != 1:
+            return False
+        return self.counts_nothing or self.is_sum == other.is_sum
+
     def count_in(self, run: Run) -> float | None:
         """Return the count of a run by this rule; None where losses are added unweighted, or it does not apply."""
         if self.is_sum or (self.read is not None and run.structure != self.read.structure):
