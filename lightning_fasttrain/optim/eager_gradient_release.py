@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.host.lightning import accumulation_continues
-from lightning_fasttrain.core.host.zero_steps import unwrap_optimizer
+from lightning_fasttrain.core.host.optimizer_steps import unwrap_optimizer
 from lightning_fasttrain.core.messages import note_once
 from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.core.modules.wrapped_forward import Undo

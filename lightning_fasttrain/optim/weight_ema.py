@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_fasttrain.core.checks import NonNegativeInt, PositiveInt, PositiveShare, check_arguments
 from lightning_fasttrain.core.host.lightning import FabricModule
-from lightning_fasttrain.core.host.zero_steps import TakenSteps
+from lightning_fasttrain.core.host.optimizer_steps import TakenSteps
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.parameters import local_part, names_of_parameters
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch

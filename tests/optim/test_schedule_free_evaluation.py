@@ -135,7 +135,18 @@ def test_an_evaluation_with_a_checkpoint_has_the_weights_that_were_scored(tmp_pa
     assert "on_load_checkpoint" not in vars(module)
 
 
-def test_batch_norm_is_mentioned_once(caplog):
+def test_a_checkpoint_without_optimizer_states_is_mentioned(tmp_path):
+    training = trainer([ScheduleFreeEvaluation()])
+    training.fit(Scored(), as_loader(BATCHES[:5]))
+    training.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    with heard() as said:
+        trainer([ScheduleFreeEvaluation()]).validate(
+            Scored(), as_loader(BATCHES[5:]), ckpt_path=tmp_path / "weights.ckpt", weights_only=True
+        )
+    assert sum("the checkpoint has no optimizer state" in line for line in said) == 1
+
+
+def test_batch_norm_is_mentioned_once():
     class Normalized(Scored):
         def build(self):
             super().build()

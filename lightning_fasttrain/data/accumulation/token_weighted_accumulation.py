@@ -16,7 +16,7 @@ from lightning_fasttrain.core.host.lightning import (
     is_last_batch_taken,
     refuse_static_graph,
 )
-from lightning_fasttrain.core.host.zero_steps import unwrap_optimizer
+from lightning_fasttrain.core.host.optimizer_steps import unwrap_optimizer
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch

@@ -56,6 +56,8 @@ class ScheduleFreeEvaluation(L.Callback):
         def on_load_checkpoint(checkpoint: dict[str, Any]) -> None:
             load(checkpoint)
             self._loaded = checkpoint.get("optimizer_states", [])
+            if not self._loaded:
+                note_once(_WITHOUT_STATE)
 
         self._undo = patch(pl_module, "on_load_checkpoint", on_load_checkpoint)
 
@@ -120,6 +122,12 @@ class ScheduleFreeEvaluation(L.Callback):
 _OF_BATCH_NORM = (
     "ScheduleFreeEvaluation: BatchNorm's statistics are those at the point of the gradients, not of the average; the "
     "method's authors run some batches in training mode before an evaluation to recompute them"
+)
+
+
+_WITHOUT_STATE = (
+    "ScheduleFreeEvaluation: the checkpoint has no optimizer state, so its weights are evaluated as they were saved: "
+    "during training those are the point of the gradients, not the average"
 )
 
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_iter
 from lightning_fasttrain.core.checks import PositiveInt, check_arguments
 from lightning_fasttrain.core.distributed import is_sharded
 from lightning_fasttrain.core.host.lightning import accumulation_continues
-from lightning_fasttrain.core.host.zero_steps import (
+from lightning_fasttrain.core.host.optimizer_steps import (
     has_unfinite_gradient,
     is_deepspeed,
     unwrap_optimizer,

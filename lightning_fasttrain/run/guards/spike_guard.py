@@ -24,7 +24,7 @@ from lightning_fasttrain.core.checks import (
 )
 from lightning_fasttrain.core.distributed import rank_count
 from lightning_fasttrain.core.host.lightning import call_module, replicates
-from lightning_fasttrain.core.host.zero_steps import gradient_norm, is_deepspeed, unwrap_optimizer
+from lightning_fasttrain.core.host.optimizer_steps import gradient_norm, is_deepspeed, unwrap_optimizer
 from lightning_fasttrain.core.messages import explain, number_of, warn
 from lightning_fasttrain.core.modules.parameters import gradients_of, parameters_of
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch_all, undo_all

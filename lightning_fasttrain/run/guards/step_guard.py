@@ -25,7 +25,7 @@ from lightning_fasttrain.core.checks import PositiveInt
 from lightning_fasttrain.core.device import AsyncReading
 from lightning_fasttrain.core.distributed import rank_count
 from lightning_fasttrain.core.host.lightning import accumulation_continues
-from lightning_fasttrain.core.host.zero_steps import (
+from lightning_fasttrain.core.host.optimizer_steps import (
     SKIPPED_ON_DEVICE,
     gradient_device,
     is_deepspeed,

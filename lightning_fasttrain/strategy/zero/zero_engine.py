@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_fasttrain.core.checks import require
-from lightning_fasttrain.core.host.zero_steps import gradient_norm
+from lightning_fasttrain.core.host.optimizer_steps import gradient_norm
 from lightning_fasttrain.core.messages import explain, note_once
 from lightning_fasttrain.core.modules.parameters import gradients_of, trained_parameters
 from lightning_fasttrain.core.modules.wrapped_forward import patch, patched
