@@ -10,12 +10,12 @@ import warnings
 
 import lightning as L
 import torch
-from tests.strategy.optimizer_steps import Grouped, whole
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.run.guards.finite_guard import refuse_unfinite
 from lightning_fasttrain.strategy.zero.zero_fabric import FabricZeROStrategy
 from lightning_fasttrain.strategy.zero.zero_strategy import ZeROStrategy
+from tests.strategy.zero_steps import Grouped, whole
 from tests.support.nets import as_loader, trainer
 
 RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))

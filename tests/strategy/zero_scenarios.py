@@ -20,7 +20,6 @@ import torch.distributed as dist
 from lightning.fabric.strategies import DeepSpeedStrategy as FabricDeepSpeedStrategy
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
-from tests.strategy.optimizer_steps import whole
 from torch import nn
 from torch.nn import functional
 
@@ -29,8 +28,9 @@ from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
 from lightning_fasttrain.strategy.zero.zero_fabric import FabricZeROStrategy
 from lightning_fasttrain.strategy.zero.zero_states import predict_model_states
 from lightning_fasttrain.strategy.zero.zero_strategy import ZeROStrategy
-from tests.strategy import optimizer_steps, zero_guards
+from tests.strategy import zero_guards, zero_steps
 from tests.strategy.zero_launches import DEPTH, EQUAL, IN_FABRIC, WEIGHED
+from tests.strategy.zero_steps import whole
 from tests.support.end_of_rank import write_findings
 from tests.support.nets import (
     LazyLM,
@@ -794,11 +794,11 @@ TWO = (
 ONE = (
     resumes,
     mends,
-    optimizer_steps.counts_steps,
-    optimizer_steps.resumes_in_16_bits,
-    optimizer_steps.counts_steps_in_fabric,
-    optimizer_steps.refuses_a_late_schedule,
-    optimizer_steps.refuses_adagrad,
+    zero_steps.counts_steps,
+    zero_steps.resumes_in_16_bits,
+    zero_steps.counts_steps_in_fabric,
+    zero_steps.refuses_a_late_schedule,
+    zero_steps.refuses_adagrad,
     rounds,
     counts_nothing,
     steps_manually,
