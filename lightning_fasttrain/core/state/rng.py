@@ -88,7 +88,7 @@ class SeededSamples(Dataset[Any]):
         seed: that of the pass over the data.
     """
 
-    def __init__(self, inner: Any, seed: str) -> None:
+    def __init__(self, inner: Any, seed: object) -> None:
         self.inner, self.seed = inner, seed
         if callable(getattr(inner, "__getitems__", None)):
             # Set on the object: torch reads samples together if the dataset has this method.

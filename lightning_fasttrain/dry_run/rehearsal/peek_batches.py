@@ -19,7 +19,7 @@ from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.state.rng import random_state, set_random_state
 from lightning_fasttrain.data.loaders.device_prefetch import DevicePrefetcher
 from lightning_fasttrain.dry_run.rehearsal.rehearsal_report import RehearsalError
-from lightning_fasttrain.run.checkpoint.loaders.dataset_state import generator_state, generators_of, set_generator_state
+from lightning_fasttrain.run.checkpoint.loaders.attributes import watch_attributes
 from lightning_fasttrain.run.checkpoint.loaders.resumable_loader import ResumableLoader
 
 _SAME_SIZE = 16  # batches of the same size: from here on all others are assumed to have it
@@ -50,7 +50,7 @@ def combine(loader: object) -> CombinedLoader:
 def reading_ahead(loaders: CombinedLoader) -> Iterator[Iterator[Any]]:
     """Iterate over a run's loaders from their beginning; random states, including the loaders' own, are restored.
 
-    The loaders are copied, but not their data: changes that a dataset makes to itself while it is read persist.
+    The loaders are copied, but not their data: what a dataset holds beyond plain values may change while it is read.
 
     Raises:
         RehearsalError: a loader is an iterator, so the run could not read its batches again.
@@ -62,7 +62,8 @@ def reading_ahead(loaders: CombinedLoader) -> Iterator[Iterator[Any]]:
             way_out = "Pass a DataLoader, or an object whose __iter__ starts over; or remove Rehearsal"
             raise RehearsalError(explain(f"the loader is a {type(loader).__name__}", why, way_out))
     numbers = random_state()
-    states = [(generator, generator_state(generator)) for generator in generators_of(*plain)]
+    watched = list(map(watch_attributes, plain))
+    changes = [attributes.changes() for attributes in watched]
     # A copy keeps the mode in which the loaders are combined.
     fresh = copy.copy(loaders)
     fresh.flattened = list(map(_copy_loader, plain))
@@ -71,8 +72,8 @@ def reading_ahead(loaders: CombinedLoader) -> Iterator[Iterator[Any]]:
         yield map(itemgetter(0), iter(fresh))
     finally:
         fresh.reset()  # ends the workers
-        for generator, state in states:
-            set_generator_state(generator, state)
+        for attributes, then in zip(watched, changes, strict=True):
+            attributes.restore(then)
         set_random_state(numbers)
 
 

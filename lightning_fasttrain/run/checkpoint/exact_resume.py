@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import lightning as L
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
@@ -23,7 +23,7 @@ from lightning_fasttrain.core.messages import explain, list_some, warn
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.core.state.rng import random_state
 from lightning_fasttrain.run.checkpoint.gathered_states import gather, gather_gradients, pack
-from lightning_fasttrain.run.checkpoint.loaders.dataset_state import generator_states
+from lightning_fasttrain.run.checkpoint.loaders.attributes import watch_attributes
 from lightning_fasttrain.run.checkpoint.loaders.resumable_loader import ResumableLoader
 from lightning_fasttrain.run.checkpoint.resume_state import (
     ResumeState,
@@ -39,7 +39,6 @@ from lightning_fasttrain.run.checkpoint.resume_state import (
     read_metrics,
     resume_after_batch,
     resume_after_epoch,
-    set_generators,
     step_takes_batches,
 )
 from lightning_fasttrain.run.checkpoint.run_fingerprint import (
@@ -108,8 +107,10 @@ class ExactResume(Technique):
     in_a_loop: ClassVar[str] = "resumable(loader), and save run.random_state() with its state_dict()"
     predicted: ClassVar[bool] = True
 
-    def __init__(self, strict: bool = True, seed_samples: bool = False) -> None:
-        self.strict, self.seed_samples = strict, seed_samples
+    def __init__(
+        self, strict: bool = True, seed_samples: bool = False, on_change: Literal["error", "warn"] = "error"
+    ) -> None:
+        self.strict, self.seed_samples, self.on_change = strict, seed_samples, on_change
         self._begin()
 
     def _begin(self) -> None:
@@ -120,7 +121,7 @@ class ExactResume(Technique):
         self._begins_epoch = False
         self._step_settings: dict[str, Any] = {}  # until the optimizers exist
         self._unlogged: list[dict[str, Any]] = []
-        self._validation: list[list[Any]] = []  # generator states of validation loaders that are not made yet
+        self._validation: list[dict[str, Any]] = []  # states of validation loaders that are not made yet
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
         self._begin()
@@ -203,11 +204,12 @@ class ExactResume(Technique):
         # Outside of setup_data only validation loaders arrive here, one after the other, in the order of the saved
         # states.
         if self._being_made is None:
+            attributes = watch_attributes(loader)
             if self._validation:
-                set_generators(loader, self._validation.pop(0))
+                attributes.restore(self._validation.pop(0))
             return loader
-        i, held, resume = len(self._being_made), hold_loader(loader, self.seed_samples), self._resume
-        about = {} if keeps_its_state(loader) else None
+        i, held, resume = len(self._being_made), hold_loader(loader, self.seed_samples, self.on_change), self._resume
+        about = {} if held is None and keeps_its_state(loader) else None
         if held is not None:
             held.waiting = self._waiting
         self._being_made.append(_TrainingLoader(held, about if held is None else describe_loader(loader)))
@@ -229,7 +231,7 @@ class ExactResume(Technique):
             return
         point, device = find_save_point(trainer), trainer.strategy.root_device
         random, positions = random_state(), self._positions(trainer, point)
-        validation = list(map(generator_states, validation_loaders(trainer)))
+        validation = [watch_attributes(loader).changes() for loader in validation_loaders(trainer)]
         metrics = read_metrics(trainer, pl_module, point)
         mine = {"random": random, "loaders": positions, "validation": validation, **metrics}
         checkpoint[KEY] = {

@@ -32,8 +32,8 @@ from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.core.state.metric_state import MetricState, add_to_metric_, read_metric, write_metric_
 from lightning_fasttrain.core.state.rng import random_state, seeded, set_random_state
 from lightning_fasttrain.run.checkpoint.gathered_states import unpack
-from lightning_fasttrain.run.checkpoint.loaders.dataset_state import generators_of, set_generator_state
-from lightning_fasttrain.run.checkpoint.loaders.resumable_loader import ResumableLoader
+from lightning_fasttrain.run.checkpoint.loaders.attributes import watch_attributes
+from lightning_fasttrain.run.checkpoint.loaders.resumable_loader import ResumableLoader, is_stateful
 from lightning_fasttrain.run.checkpoint.run_fingerprint import (
     describe_loader,
     keeps_global_batch,
@@ -244,11 +244,11 @@ class ResumeState:
             add_metrics(module, other)
             add_logged(trainer, other["logged"])
 
-    def restore(self, trainer: L.Trainer, module: L.LightningModule) -> list[list[Any]]:
+    def restore(self, trainer: L.Trainer, module: L.LightningModule) -> list[dict[str, Any]]:
         """Second moment: training continues right after this, with the saved random states.
 
         Returns:
-            The generator states of validation loaders that are not made yet.
+            The states of validation loaders that are not made yet.
         """
         restore_forgotten(trainer, self.saved["forgotten"])
         mine = self.mine
@@ -264,8 +264,8 @@ class ResumeState:
         for held, state in self._between_passes:
             _load(held, state)  # again: Lightning may have prefetched a batch
         loaders = validation_loaders(trainer)
-        for loader, states in zip(loaders, mine["validation"], strict=False):
-            set_generators(loader, states)
+        for loader, state in zip(loaders, mine["validation"], strict=False):
+            watch_attributes(loader).restore(state)
         # Last, since everything above may draw random numbers.
         set_random_state(mine["random"])
         if loaders:
@@ -295,22 +295,16 @@ def keeps_its_state(loader: object) -> bool:
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
-def hold_loader(loader: Iterable[object], seed_samples: bool) -> ResumableLoader | None:
+def hold_loader(loader: Iterable[object], seed_samples: bool, on_change: str) -> ResumableLoader | None:
     """Wrap a training loader so that its position is known; return None if it is not ours to save."""
-    if keeps_its_state(loader):
+    if keeps_its_state(loader) and not is_stateful(loader):
         return None
     if isinstance(loader, Iterator):
         what = f"ExactResume with a {type(loader).__name__} as a training loader"
         why = "an iterator cannot be read again from its beginning, so its position is not saved"
         warn(explain(what, why, "Use a DataLoader, or an object whose __iter__ starts over"))
         return None
-    return _HeldLoader(loader, seed_samples)
-
-
-def set_generators(loader: object, states: list[Any]) -> None:
-    """Restore the generators of a loader, as far as there are states for them."""
-    for generator, state in zip(generators_of(loader), states, strict=False):
-        set_generator_state(generator, state)
+    return _HeldLoader(loader, seed_samples, on_change)
 
 
 _NOTHING = {"max": -math.inf, "min": math.inf}  # by Lightning's reduce_fx; otherwise 0

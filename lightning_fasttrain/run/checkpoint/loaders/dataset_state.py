@@ -1,23 +1,22 @@
-"""State of datasets, samplers and generators of a loader, so that a resumed epoch continues with its next batch."""
+"""Datasets that keep their position, and samples that are seeded: an epoch goes on without reading again."""
 
 import copy
 import hashlib
 import inspect
-import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import islice
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_fasttrain.core.files.safe_load import refuse_unreadable
 from lightning_fasttrain.core.messages import explain, warn
 from lightning_fasttrain.core.modules.wrapped_forward import patch
 from lightning_fasttrain.core.state.rng import SeededSamples, random_state, set_random_state
+from lightning_fasttrain.run.checkpoint.loaders.attributes import Attributes, is_generator
 
 
 def keeps_position(dataset: object) -> bool:
@@ -39,6 +38,39 @@ def _accepts(method: Callable[..., object], count: int) -> bool:
     return True
 
 
+class OwnState:
+    """Reads the states of a dataset or loader, unless the first one could not be loaded again.
+
+    Attributes:
+        why: why they could not be loaded; None if they can.
+    """
+
+    def __init__(self) -> None:
+        self.why: str | None = None
+        self._is_checked = False
+
+    def read(self, holder: Any) -> Any:
+        """Return a copy of ``holder.state_dict()``, which ``holder`` may go on to change; None if it is of no use."""
+        if self.why is not None:
+            return None
+        try:
+            state = copy.deepcopy(holder.state_dict())
+            if not self._is_checked:
+                refuse_unreadable({"state_dict": state})
+        except (ValueError, TypeError) as error:
+            self.why = str(error)
+            return None
+        self._is_checked = True
+        return state
+
+
+def other_workers(loader: DataLoader[Any], saved: int) -> ValueError:
+    """Return the error for a loader with another number of workers than the saved one."""
+    what = f"num_workers={loader.num_workers} for a checkpoint with num_workers={saved}"
+    why = f"each worker has its own position in {type(loader.dataset).__name__}"
+    return ValueError(explain(what, why, f"Use num_workers={saved}"))
+
+
 class DatasetStates:
     """States of the dataset of a loader after each batch of one pass.
 
@@ -55,9 +87,7 @@ class DatasetStates:
 
     def __init__(self, loader: DataLoader[Any], saved: dict[str, Any] | None = None) -> None:
         if saved is not None and saved["workers"] != loader.num_workers:
-            what = f"num_workers={loader.num_workers} for a checkpoint with num_workers={saved['workers']}"
-            why = f"each worker has its own position in {type(loader.dataset).__name__}"
-            raise ValueError(explain(what, why, f"Use num_workers={saved['workers']}"))
+            raise other_workers(loader, saved["workers"])
         self.loader = loader
         self.in_process = loader.num_workers == 0
         self.by_index = not isinstance(loader.dataset, IterableDataset)
@@ -68,7 +98,7 @@ class DatasetStates:
         self._now = dict(self._before)
         self._turn: list[int] = []  # workers that have returned a batch in the current turn
         self._readable = True
-        self._own = _OwnState()
+        self._own = OwnState()
 
     def position(self) -> dict[str, Any] | None:
         """Return the state from which a new pass resumes; None if the dataset's state cannot be saved."""
@@ -95,8 +125,7 @@ class DatasetStates:
     def take(self, batch: Any) -> Any:
         """Note the state after a batch that the loader returned, and return the batch itself."""
         if self.in_process:
-            # The state that the dataset returns may be the one that it changes.
-            self._before[0] = self._own.read(lambda: copy.deepcopy(self.loader.dataset.state_dict()))  # pyright: ignore
+            self._before[0] = self._own.read(self.loader.dataset)
             why = self._own.why
         else:
             batch, worker, state, why = batch
@@ -111,26 +140,6 @@ class DatasetStates:
         return batch
 
 
-class _OwnState:
-    """Reads the state of a dataset, unless it is found at the first time that it could not be loaded again."""
-
-    def __init__(self) -> None:
-        self.checked, self.why = False, None
-
-    def read(self, state_of: Callable[[], object]) -> Any:
-        if self.why is not None:
-            return None
-        try:
-            state = state_of()
-            if not self.checked:
-                refuse_unreadable({"state_dict": state})
-        except (ValueError, TypeError) as error:
-            self.why = str(error)
-            return None
-        self.checked = True
-        return state
-
-
 class _TaggedBatch(NamedTuple):
     batch: Any
     worker: int
@@ -142,16 +151,18 @@ class _TaggingCollate:
     """A ``collate_fn`` that adds the state of the worker to each batch."""
 
     def __init__(self, inner: Callable[[Any], object]) -> None:
-        self.inner, self.own = inner, _OwnState()
+        self.inner, self.own = inner, OwnState()
+        self.generators: Attributes | None = None  # until the worker has its dataset
 
     def __call__(self, samples: object) -> _TaggedBatch:
         batch = self.inner(samples)
         worker = get_worker_info()
         assert worker is not None
         dataset: Any = worker.dataset
-        generators = generator_states(dataset)
-        own = self.own.read(dataset.state_dict)
-        state = {"own": own, "random": random_state(), "generators": generators}
+        if self.generators is None:
+            self.generators = Attributes([dataset], only_generators=True)
+        own = self.own.read(dataset)
+        state = {"own": own, "random": random_state(), "generators": self.generators.changes()}
         return _TaggedBatch(batch, worker.id, state, self.own.why)
 
 
@@ -170,8 +181,7 @@ class _RestoringInit:
         assert worker is not None
         dataset: Any = worker.dataset
         dataset.load_state_dict(state["own"])
-        for generator, its_state in zip(generators_of(dataset), state["generators"], strict=False):
-            set_generator_state(generator, its_state)
+        Attributes([dataset], only_generators=True).restore(state["generators"])
         set_random_state(state["random"])
 
 
@@ -184,22 +194,39 @@ def refuse_unseedable(loader: object) -> None:
     what, way_out = f"seed_samples=True with {type(loader).__name__}", "Use seed_samples=False for this loader"
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         raise ValueError(explain(what, "only a DataLoader of a map-style dataset reads samples by index", way_out))
-    if generators_of(loader.dataset):
+    if Attributes([loader.dataset], only_generators=True).changes():
         what = f"seed_samples=True with {type(loader.dataset).__name__}"
         why = "the dataset has generators of its own, whose states in the workers depend on the samples before"
         raise ValueError(explain(what, why, "Draw from the generators of torch, Python and NumPy instead"))
 
 
+class SharedSeed:
+    """A seed that workers see when it is set for the next pass."""
+
+    def __init__(self) -> None:
+        self.memory = torch.zeros(64, dtype=torch.uint8)
+
+    def set(self, seed: str) -> None:
+        """Set the 64 characters that :func:`seed_of_pass` returned."""
+        if not self.memory.is_shared():
+            self.memory.share_memory_()
+        self.memory.copy_(torch.frombuffer(bytearray(seed.encode()), dtype=torch.uint8))
+
+    def __str__(self) -> str:
+        return self.memory.numpy().tobytes().decode()
+
+
 def seed_of_pass(start: Mapping[str, Any]) -> str:
     """Return a seed that follows from the random states at the start of a pass over the data."""
     digest = hashlib.sha256()
-    for state in (start["random"]["torch"], *start["generators"]):
+    generators = [value for _, value in sorted(start["attributes"].items()) if is_generator(value)]
+    for state in (start["random"]["torch"], *(value[2] for value in generators)):
         digest.update(state.numpy().tobytes() if isinstance(state, Tensor) else repr(state).encode())
     return digest.hexdigest()
 
 
 @contextmanager
-def seeded_rest(loader: DataLoader[object], seed: str, skipped: int) -> Iterator[None]:
+def seeded_rest(loader: DataLoader[object], seed: str | SharedSeed, skipped: int) -> Iterator[None]:
     """Let a pass that is begun inside the context read seeded samples, without the first ``skipped`` batches."""
     # An iterator reads it when it is created. torch forbids setting it, hence vars().
     place, dataset = vars(loader), loader.dataset
@@ -225,13 +252,15 @@ def skip_indices(loader: DataLoader[object], skipped: int) -> Iterator[None]:
 
 
 class _Rest:
-    """The entries of a sampler after the first ones, which are drawn and dropped."""
+    """The entries of a sampler after the first ones, which are drawn and dropped, in the first pass over it."""
 
     def __init__(self, inner: Any, skipped: int) -> None:
         self.inner, self.skipped = inner, skipped
 
     def __iter__(self) -> Iterator[Any]:
-        return islice(iter(self.inner), self.skipped, None)
+        # A DataLoader makes two iterators, of which it reads the second.
+        skipped, self.skipped = self.skipped, 0
+        yield from islice(self.inner, skipped, None)
 
     def __len__(self) -> int:
         return len(self.inner) - self.skipped
@@ -240,104 +269,3 @@ class _Rest:
         if name.startswith("__") or name == "inner":
             raise AttributeError(name)
         return getattr(self.inner, name)
-
-
-Generator = torch.Generator | random.Random | np.random.Generator | np.random.RandomState | DistributedSampler
-# `inner` is the attribute of our own wrapper, `_sampler` that of Lightning's wrapper for distributed sampling.
-_HOLDERS = ("inner", "sampler", "batch_sampler", "_sampler", "base_sampler", "dataset", "data_source")
-_DEPTH = 5
-
-
-def generators_of(*holders: object) -> list[Generator]:
-    """Return the generators of these objects and of the samplers and datasets inside them, each once, in a fixed order.
-
-    Example:
-        >>> data = torch.utils.data.DataLoader(range(4), shuffle=True, generator=torch.Generator())
-        >>> generators_of(data) == [data.generator]
-        True
-    """
-    found: dict[int, Generator] = {}
-    for holder in holders:
-        _look(holder, found, set(), _DEPTH)
-    return list(found.values())
-
-
-def _look(holder: object, found: dict[int, Generator], seen: set[int], depth: int) -> None:
-    if depth == 0 or id(holder) in seen or not hasattr(holder, "__dict__"):
-        return
-    seen.add(id(holder))
-    if isinstance(holder, DistributedSampler):
-        # A sampler that draws each epoch's order from its own seed acts as a generator.
-        found.setdefault(id(holder), holder)
-    for name, value in vars(holder).items():
-        if isinstance(value, torch.Generator | random.Random | np.random.Generator | np.random.RandomState):
-            found.setdefault(id(value), value)
-        # Only known names are followed: a dataset may hold anything, such as a model that has generators of its own.
-        elif name in _HOLDERS:
-            _look(value, found, seen, depth - 1)
-
-
-def generator_states(*holders: object) -> list[Any]:
-    """Return the states of the generators of these objects, in the order of :func:`generators_of`."""
-    return list(map(generator_state, generators_of(*holders)))
-
-
-def generator_state(generator: Generator) -> Any:
-    """Return the state of a generator as a tensor, or as plain numbers, lists and dicts."""
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, DistributedSampler):
-        return generator.seed
-    if isinstance(generator, np.random.Generator):
-        # weights_only=True cannot read NumPy arrays, which some of these states hold.
-        return _to_plain(generator.bit_generator.state)
-    if isinstance(generator, np.random.RandomState):
-        return _to_plain(generator.get_state(legacy=False))
-    return generator.getstate()
-
-
-def set_generator_state(generator: Generator, state: Any) -> None:
-    """Restore the state that :func:`generator_state` returned.
-
-    Example:
-        >>> for generator in (torch.Generator(), random.Random(3), np.random.default_rng(3), np.random.RandomState(3)):
-        ...     state = generator_state(generator)
-        ...     draw = lambda: torch.rand(1, generator=generator) if isinstance(generator, torch.Generator) else (
-        ...         generator.random())
-        ...     first = draw()
-        ...     set_generator_state(generator, state)
-        ...     assert first == draw()
-    """
-    if isinstance(generator, torch.Generator):
-        generator.set_state(state)
-    elif isinstance(generator, DistributedSampler):
-        generator.seed = state
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    elif isinstance(generator, np.random.RandomState):
-        generator.set_state(state)
-    else:
-        version, numbers, gauss = state
-        generator.setstate((version, tuple(numbers), gauss))  # setstate accepts only a tuple
-
-
-def restore_generators(generators: list[Generator], states: list[Any]) -> None:
-    """Restore the states of generators, of which there must be as many.
-
-    Raises:
-        ValueError: there are more or fewer.
-    """
-    if len(generators) != len(states):
-        what = f"expected {len(generators)} generator states for a loader, got {len(states)} from the checkpoint"
-        why = "the loader, its sampler or its dataset has changed"
-        raise ValueError(explain(what, why, "Make the loader as in the saved run"))
-    for generator, state in zip(generators, states, strict=True):
-        set_generator_state(generator, state)
-
-
-def _to_plain(value: object) -> Any:
-    if isinstance(value, dict):
-        return {key: _to_plain(item) for key, item in value.items()}
-    if isinstance(value, np.ndarray | np.generic):
-        return value.tolist()
-    return value

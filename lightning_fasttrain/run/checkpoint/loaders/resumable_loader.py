@@ -2,36 +2,46 @@
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from lightning.fabric.utilities.data import sized_len
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.host.lightning import passes_of, set_passes_of, without_fabric
 from lightning_fasttrain.core.host.loader_wrapper import WrappedLoader
-from lightning_fasttrain.core.messages import explain, note_once, say, warn
+from lightning_fasttrain.core.messages import explain, list_some, say, warn
+from lightning_fasttrain.core.modules.select import class_if_imported
 from lightning_fasttrain.core.state.rng import random_state, set_random_state
+from lightning_fasttrain.run.checkpoint.loaders.attributes import are_equal, is_left_out, watch_attributes
+from lightning_fasttrain.run.checkpoint.loaders.batch_checksum import checksum
 from lightning_fasttrain.run.checkpoint.loaders.dataset_state import (
     DatasetStates,
-    generator_state,
-    generator_states,
-    generators_of,
+    OwnState,
+    SharedSeed,
     keeps_position,
+    other_workers,
     refuse_unseedable,
-    restore_generators,
     seed_of_pass,
     seeded_rest,
+)
+from lightning_fasttrain.run.checkpoint.loaders.lasting_workers import (
+    LastingWorkers,
+    find_lasting_workers,
+    stop_workers,
 )
 
 _REMEMBERED = 6  # positions: more than anything between the loader and the training step prefetches
 
 
 @check_arguments
-def resumable(loader: Iterable[object], seed_samples: bool = False) -> Any:
+def resumable(
+    loader: Iterable[object], seed_samples: bool = False, on_change: Literal["error", "warn"] = "error"
+) -> Any:
     """Wrap a loader so that it has ``state_dict`` and ``load_state_dict``, and resumes at its position.
 
     The contents of a batch follow from the generator states at the beginning of the pass over the data. These states
@@ -91,7 +101,12 @@ def resumable(loader: Iterable[object], seed_samples: bool = False) -> Any:
     """
     if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
         return loader
-    return ResumableLoader(loader, seed_samples)
+    return ResumableLoader(loader, seed_samples, on_change)
+
+
+def is_stateful(loader: object) -> bool:
+    """Whether it is torchdata's ``StatefulDataLoader``."""
+    return isinstance(loader, class_if_imported("torchdata.stateful_dataloader", "StatefulDataLoader"))
 
 
 class ResumableLoader(WrappedLoader):
@@ -100,7 +115,7 @@ class ResumableLoader(WrappedLoader):
     # Whether, after a load, a pass begins with its first batch, since Lightning may iterate again before.
     _begins_late = False
 
-    def __init__(self, inner: Iterable[Any], seed_samples: bool = False) -> None:
+    def __init__(self, inner: Iterable[Any], seed_samples: bool = False, on_change: str = "error") -> None:
         if isinstance(inner, Iterator):
             why = "an iterator ends with its first pass, so a later process cannot skip to its position"
             way_out = "Pass a DataLoader, or an object whose __iter__ starts over"
@@ -109,24 +124,32 @@ class ResumableLoader(WrappedLoader):
         loader: Any = without_fabric(inner)
         torchs = isinstance(loader, DataLoader)
         if torchs and loader.persistent_workers and loader is not inner:
-            why = "their random draws in earlier passes cannot be reproduced, and Fabric starts them itself"
+            why = "their states at the beginning of a pass are not known, since Fabric starts them with the first batch"
             raise ValueError(explain("persistent_workers=True under Fabric", why, "Use persistent_workers=False"))
         if seed_samples:
             refuse_unseedable(loader)
-        self._seeds = seed_samples
-        self._persistent = torchs and loader.persistent_workers
+        self._on_change = on_change
+        self._seeds, self._shared_seed = seed_samples, SharedSeed()
+        self._persistent = torchs and loader.persistent_workers and not is_stateful(loader)
         self._in_process = not torchs or loader.num_workers == 0
-        self._keeps_position = torchs and not seed_samples and keeps_position(loader.dataset)
         streams = torchs and isinstance(loader.dataset, IterableDataset)
+        # torchdata starts a worker again whose stream had ended before the others.
+        self._is_stateful = is_stateful(loader) and not seed_samples and (self._in_process or not streams)
+        dataset_keeps = torchs and not seed_samples and keeps_position(loader.dataset)
+        self._keeps_position = dataset_keeps and not self._is_stateful
+        self._own = dataset_keeps and self._in_process
+        self._own_state, self._loader_state = OwnState(), OwnState()
+        self._has_length = sized_len(loader) is not None
         self._watched = self._in_process and streams and not self._keeps_position
+        self._attributes = watch_attributes(loader, without_dataset=self._own)
         self._handed_out = self._repeats = 0
         self._positions: deque[tuple[int, dict[str, Any]]] = deque(maxlen=_REMEMBERED)
         self._to_resume: dict[str, Any] | None = None
         self._lazy = False
+        self._later: list[Any] = []  # random states in which the next pass began, and its batches were prefetched
         # Passes that start with the first batch: of this loader, or of all that are read side by side.
         self.waiting: list[_Pass] = []
-        # For the next pass of persistent workers; None until their first one.
-        self._workers_seed: int | None = None
+        self._saved_workers: dict[str, Any] | None = None  # in which persistent workers start
 
     def __iter__(self) -> Iterator[Any]:
         a_pass = _Pass(self)
@@ -141,18 +164,19 @@ class ResumableLoader(WrappedLoader):
         # A finished pass cannot be resumed: the next pass starts from its beginning.
         if self._positions and self._positions[-1][1]["ended"]:
             return self.between_passes()
-        return {**self.position(self._handed_out), "random": []}
+        return {**self.position(self._handed_out), "random": [], "later": []}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from ``state``; call it before iterating."""
         self._positions.clear()
         self._handed_out = 0
         self._lazy = self._begins_late
-        self._to_resume = None
+        self._to_resume, self._later = None, []
+        if self._persistent:
+            stop_workers(without_fabric(self.inner))
         if state["start"] is None:
-            restore_generators(generators_of(self.inner), state["generators"])
-            self._workers_seed, self._repeats = state["workers"], 0
-            set_passes_of(self.inner, state["calls"])
+            self._restore(state)
+            self._repeats = 0
         else:
             self._to_resume, self._repeats = state, state["repeats"]
 
@@ -168,8 +192,25 @@ class ResumableLoader(WrappedLoader):
 
     def between_passes(self) -> dict[str, Any]:
         """Return the state from which the next pass starts at its beginning."""
-        states = generator_states(self.inner)
-        return {"start": None, "generators": states, "workers": self._workers_seed, "calls": passes_of(self.inner)}
+        running = find_lasting_workers(without_fabric(self.inner)) if self._persistent else None
+        workers = self._saved_workers if running is None else running.between_passes()
+        return {**self._now(), "start": None, "workers": workers}
+
+    def _now(self) -> dict[str, Any]:
+        loader = without_fabric(self.inner)
+        return {
+            "calls": passes_of(self.inner),
+            "attributes": self._attributes.changes(),
+            "own": self._own_state.read(loader.dataset) if self._own else None,
+        }
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        """Put everything back that the order of the next pass depends on."""
+        self._attributes.restore(state["attributes"])
+        if state["own"] is not None:
+            without_fabric(self.inner).dataset.load_state_dict(state["own"])
+        set_passes_of(self.inner, state["calls"])
+        self._saved_workers = state["workers"]
 
     def position(self, used: int) -> dict[str, Any]:
         """Return the state after ``used`` batches since :meth:`count_from`, regardless of prefetched batches."""
@@ -177,79 +218,119 @@ class ResumableLoader(WrappedLoader):
             # A state that was loaded, and whose pass has not begun, still holds.
             return self._to_resume or self.between_passes()
         ahead: list[Any] = []  # the random states in which batches were prefetched
+        following = None
         for handed_out, position in reversed(self._positions):
             if position["random"] is not None:
                 ahead.insert(0, (position["start"], position["random"]))
             if handed_out <= used:
-                # Prefetched batches of the next pass do not belong to this position.
-                return {**position, "random": [random for start, random in ahead if start is position["start"]]}
+                start = position["start"]
+                random = [random for its_start, random in ahead if its_start is start]
+                later = [(its_start["random"], random) for its_start, random in ahead if its_start is not start]
+                is_next = following is not None and following["start"] is start
+                expected = following["checksum"] if following is not None and is_next else None
+                return {**position, **self._complete(position), "random": random, "later": later, "next": expected}
+            following = position
         raise RuntimeError(f"{self._handed_out} batches were fetched and {used} used: too many are prefetched.")
+
+    def _complete(self, position: dict[str, Any]) -> dict[str, Any]:
+        """Return the state at a position, with what was set since by others than the loader, such as hooks."""
+        now, last = self._attributes.changes(), self._positions[-1][1]
+        if position is last:
+            return {"attributes": now, "loader": self._read_loader()}
+        set_since = {key: value for key, value in now.items() if not are_equal(value, last["attributes"].get(key))}
+        return {"attributes": {**position["attributes"], **set_since}}
+
+    def _read_loader(self) -> Any:
+        return self._loader_state.read(without_fabric(self.inner)) if self._is_stateful else None
 
     def count_from(self, used: int) -> None:
         """Set the number of batches returned so far, for :meth:`position`."""
         self._handed_out, self._repeats = used, 0 if used == 0 else self._repeats
 
-    def _begin(self, start: dict[str, Any], given: int, states: DatasetStates | None, known: bool) -> Iterator[Any]:
-        """Begin the pass that ``start`` describes, after its first ``given`` batches.
+    def _begin(
+        self, start: dict[str, Any], given: int, states: DatasetStates | None, known: bool, own: Any = None
+    ) -> Iterator[Any]:
+        """Begin the pass that ``start`` describes, so that at most ``given`` batches are left to skip.
 
         Args:
             start: state at the beginning of the pass.
-            given: see above.
+            given: number of batches before the position.
             states: those of the dataset, if it keeps its position.
             known: whether they are at ``given``.
+            own: what a loader that keeps its position itself is to load.
         """
-        # Without workers, indices are drawn with the first batch, in another random state than now.
-        skipped = given if self._seeds and not self._in_process else 0
-        context: AbstractContextManager[None] = nullcontext()
-        if states is not None:
-            context = states.restored(given if known else 0)
-            if known and not (self._in_process and states.by_index):
-                skipped = given - states.again
-        elif self._seeds:
-            context = seeded_rest(without_fabric(self.inner), seed_of_pass(start), skipped)
-        with context:
-            batches = self._start_workers(start["workers"])
-        # Training draws between the start of a pass and its first fetch, which is when samplers draw.
-        if given and start["first"] is not None:
-            set_random_state(start["first"])
-        self._skip(batches, given - skipped, states)
+        loader: Any = without_fabric(self.inner)
+        self._skipped = 0
+        if own is not None:
+            loader.load_state_dict(own)
+            self._skipped = given
+        with ExitStack() as during:
+            running = self._enter_workers(start, during) if self._persistent else None
+            if states is not None:
+                during.enter_context(states.restored(given if known else 0))
+                if known and not (self._in_process and states.by_index):
+                    self._skipped = given - states.again
+            elif self._seeds:
+                # The last batch is read again, and compared; without workers, indices are drawn with the first batch.
+                self._skipped = 0 if self._in_process else max(given - 1, 0)
+                seed: Any = seed_of_pass(start)
+                if self._persistent:
+                    self._shared_seed.set(seed)
+                    seed = self._shared_seed
+                during.enter_context(seeded_rest(loader, seed, self._skipped))
+            batches = iter(self.inner)
+        if running is not None:
+            start["workers"] = running.at_start()
         return batches
 
-    def _start_workers(self, seed: int | None) -> Iterator[Any]:
-        inner = self.inner
-        if not self._persistent:
-            return iter(inner)
-        note_once("ExactResume: persistent workers are restarted for each pass, to reproduce their random draws")
-        if inner._iterator is not None:
-            # A DataLoader keeps the iterator of persistent workers and only resets it, so it would not draw a new seed.
-            inner._iterator._shutdown_workers()
-            inner._iterator = None
-        # A DataLoader draws `_base_seed` from its generator when it makes an iterator, and seeds the workers with it.
-        theirs = inner.generator
-        # In a later pass persistent workers draw no seed from the common generator.
-        if seed is not None:
-            inner.generator = torch.Generator().manual_seed(seed)
-        try:
-            batches = iter(inner)
-        finally:
-            inner.generator = theirs
-        # A function of this pass alone, so a resumed run gets the same seed.
-        self._workers_seed = (batches._base_seed + 1) % 2**62
-        return batches
+    def _enter_workers(self, start: dict[str, Any], during: ExitStack) -> LastingWorkers:
+        loader: Any = without_fabric(self.inner)
+        running = find_lasting_workers(loader)
+        if running is not None:
+            running.passes += 1
+            return running
+        saved, self._saved_workers = start["workers"], None
+        if saved is not None and len(saved["states"]) != loader.num_workers:
+            if not self._seeds:
+                raise other_workers(loader, len(saved["states"]))
+            saved = None
+        running = LastingWorkers(loader, saved)
+        during.enter_context(running.starting())
+        return running
 
-    def _skip(self, batches: Iterator[Any], count: int, states: DatasetStates | None) -> None:
-        if count == 0:
-            return
-        map_style = not isinstance(getattr(self.inner, "dataset", None), IterableDataset)
-        if isinstance(batches, _SingleProcessDataLoaderIter) and map_style:
-            # Only indices are consumed, so no sample is loaded.
-            for _ in islice(batches._sampler_iter, count):
+    def _skip(self, batches: Iterator[Any], state: dict[str, Any], states: DatasetStates | None) -> list[Any]:
+        """Skip to the saved position; return the last batch before it, or nothing if it was not read."""
+        left = state["given"] - self._skipped
+        if left <= 0:
+            return []
+        by_index = isinstance(batches, _SingleProcessDataLoaderIter) and not isinstance(self.dataset, IterableDataset)
+        if by_index:
+            # Only indices are consumed, so no sample is loaded but those of the last batch, which are compared.
+            read = 0 if self._keeps_position else 1
+            for _ in islice(batches._sampler_iter, left - read):  # pyright: ignore[reportAttributeAccessIssue]
                 pass
-            return
-        say("Resuming: reading and dropping %d batches, to reach the saved position", count)
-        for batch in islice(batches, count):
+            left = read
+        elif left > 1:
+            say("Resuming: reading and dropping %d batches, to reach the saved position", left)
+        for batch in islice(batches, max(left - 1, 0)):
             if states is not None:
                 states.take(batch)
+        if self._in_process and left and state["before"] is not None:
+            # Since the batches before it, training has drawn, and hooks may have set attributes.
+            set_random_state(state["before"]["random"])
+            self._attributes.restore(state["before"]["attributes"])
+        return [batch if states is None else states.take(batch) for batch in islice(batches, 1 if left else 0)]
+
+    def _compare(self, batch: Any, saved: int | None, which: str) -> None:
+        """Raise an error, or warn, if a batch differs from the one that the saved run read at this place."""
+        if saved is None or checksum(batch) == saved:
+            return
+        what = f"the {which} differs from the one that the saved run has read"
+        why = "the data or their order have changed, or samples depend on something that a checkpoint does not hold"
+        way_out = 'Restore the data, or pass on_change="warn" to train on from here'
+        if self._on_change == "error":
+            raise ValueError(explain(what, why, way_out))
+        warn(explain(what, why, "The run goes on with what is read now"))
 
 
 class _Pass(Iterator[Any]):
@@ -261,9 +342,9 @@ class _Pass(Iterator[Any]):
         self.start: dict[str, Any] = {}
         self.given = 0
         self.position: dict[str, Any] = {}
-        self.data = generators_of(getattr(loader.inner, "dataset", loader.inner))
         self.states = DatasetStates(without_fabric(loader.inner)) if loader._keeps_position else None
         self.ahead: list[dict[str, Any]] = []  # random states of batches that were prefetched before the checkpoint
+        self.expected: int | None = None  # checksum of the next batch
 
     def begin(self) -> None:
         loader = self.loader
@@ -271,15 +352,17 @@ class _Pass(Iterator[Any]):
         if state is not None:
             self._resume(state)
             return
-        self.start = {
-            "random": random_state(),
-            "generators": generator_states(loader.inner),
-            "workers": loader._workers_seed,
-            "calls": passes_of(loader.inner),
-            "first": None,
-        }
+        later, loader._later, here = loader._later, [], None
+        if later:
+            # The uninterrupted run began this pass earlier, as it prefetched beyond the end of the last one.
+            here = random_state()
+            set_random_state(later[0][0])
+            self.ahead = [random for _, random in later]
+        self.start = {"random": random_state(), **loader._now(), "workers": loader._saved_workers, "first": None}
         self.batches = loader._begin(self.start, 0, self.states, known=False)
-        self._note()
+        if here is not None:
+            set_random_state(here)
+        self._note(None)
 
     def _begin_waiting(self) -> None:
         """Begin all passes that wait, as they draw their seeds one after the other, before any draws its order."""
@@ -294,17 +377,29 @@ class _Pass(Iterator[Any]):
         # Resuming must not move the random state that training draws from: it is restored below.
         here = random_state()
         set_random_state(self.start["random"])
-        restore_generators(generators_of(loader.inner), self.start["generators"])
-        set_passes_of(loader.inner, self.start["calls"])
+        loader._restore(self.start)
         saved = state.get("dataset")  # of None, the batches are read again
         if self.states is not None:
             self.states = DatasetStates(self.states.loader, saved)
-        self.batches = loader._begin(self.start, self.given, self.states, known=saved is not None)
-        # Batches that were skipped by their indices drew nothing from the dataset's generators.
-        restore_generators(self.data, state["data"])
+        self.batches = loader._begin(self.start, self.given, self.states, saved is not None, state["loader"])
+        first = self.start["first"]
+        if self.given and first is not None:
+            # Training draws between the start of a pass and its first fetch, which is when samplers draw.
+            set_random_state(first["random"])
+            loader._attributes.restore(first["attributes"])
+        last = loader._skip(self.batches, state, self.states)
+        # Batches that were skipped by their indices changed nothing in the dataset.
+        loader._attributes.restore(state["attributes"])
         set_random_state(here)
-        self.ahead = list(state["random"])
-        self._note()
+        for batch in last:
+            loader._compare(batch, state["checksum"], "last batch before the saved position")
+        self.ahead, self.expected, loader._later = list(state["random"]), state["next"], list(state["later"])
+        left_out = [path.partition(".")[2] for path, value in state["attributes"].items() if is_left_out(value)]
+        if left_out:
+            what = f"{list_some(left_out)} of the data changed in the saved run, and the checkpoint does not hold it"
+            why = "only plain values of limited size are saved"
+            warn(explain(what, why, "If samples depend on it, give the dataset state_dict() and load_state_dict()"))
+        self._note(state["checksum"], state["before"])
 
     def __next__(self) -> Any:
         if self.batches is None:
@@ -315,7 +410,7 @@ class _Pass(Iterator[Any]):
             # The uninterrupted run fetched this batch earlier, in the state of that moment.
             here = random_state()
             set_random_state(self.ahead.pop(0))
-        before = self._before_fetching() if self.loader._in_process else None
+        before = self._before_fetching()
         try:
             batch = next(self.batches)
             if self.states is not None:
@@ -330,31 +425,41 @@ class _Pass(Iterator[Any]):
         # Draws with the first batch are repeated from `first`. Later draws are mixed with those of training.
         if self.loader._watched and self.given > 0 and here is None:
             self.loader._watched = False
-            _warn_if_moved(before)
+            _warn_if_moved(before["random"])
         self.given += 1
         self.loader._handed_out += 1
-        self._note()
+        if self.expected is not None:
+            self.loader._compare(batch, self.expected, "first batch after the saved position")
+            self.expected = None
+        self._note(checksum(batch), before)
         return batch
 
     def _before_fetching(self) -> dict[str, Any]:
-        """Record the random state: samplers draw from it with their first index, datasets with every sample."""
-        before = random_state()
-        if self.given == 0:
+        """Record the state: samplers draw random numbers with their first index, datasets with every sample."""
+        self.position["attributes"] = self.loader._attributes.changes()
+        if self.loader._is_stateful and not self.loader._has_length:
+            self.position["loader"] = self.loader._read_loader()  # Lightning prefetches a batch
+        # Workers draw from generators of their own.
+        self.position["random"] = random_state() if self.loader._in_process else None
+        before = {name: self.position[name] for name in ("random", "attributes")}
+        if self.given == 0 and self.loader._in_process:
             self.start["first"] = before
-        self.position["random"] = before
         return before
 
-    def _note(self) -> None:
+    def _note(self, last: int | None, before: dict[str, Any] | None = None) -> None:
         self.position = {
             "start": self.start,
             "given": self.given,
             "ended": False,
             "repeats": self.loader._repeats,
             "random": None,
-            "data": list(map(generator_state, self.data)),
             "dataset": self.states and self.states.position(),
+            "attributes": self.loader._attributes.changes(),
+            "loader": None,
+            "checksum": last,
+            "before": before if self.loader._in_process else None,
         }
-        # By reference: `random` and `ended` are filled in when the next batch is requested.
+        # By reference: what is known when the next batch is requested is filled in then.
         self.loader._positions.append((self.loader._handed_out, self.position))
 
 
