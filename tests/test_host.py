@@ -67,7 +67,7 @@ NAMES = {
             "data/loaders/sample_guard",
             "dry_run/rehearsal/peek_batches",
             "run/checkpoint/resume_state",
-            "run/checkpoint/loaders/resumable_loader",
+            "run/checkpoint/loaders/persistent_workers",
         ],
     ),  # torch's too
     "_prepare_dataloader": (f"{CONNECTORS}.data_connector", ["core/host/loader_wrapper"]),

@@ -110,7 +110,7 @@ class ExactResume(Technique):
     def __init__(
         self, strict: bool = True, seed_samples: bool = False, on_change: Literal["error", "warn"] = "error"
     ) -> None:
-        self.strict, self.seed_samples, self.on_change = strict, seed_samples, on_change
+        self.strict, self.seed_samples, self.on_change = strict, seed_samples, on_change if strict else "warn"
         self._begin()
 
     def _begin(self) -> None:
@@ -206,7 +206,7 @@ class ExactResume(Technique):
         if self._being_made is None:
             attributes = watch_attributes(loader)
             if self._validation:
-                attributes.restore(self._validation.pop(0))
+                attributes.restore(self._validation.pop(0), strict=False)
             return loader
         i, held, resume = len(self._being_made), hold_loader(loader, self.seed_samples, self.on_change), self._resume
         about = {} if held is None and keeps_its_state(loader) else None

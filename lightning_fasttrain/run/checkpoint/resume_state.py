@@ -265,7 +265,7 @@ class ResumeState:
             _load(held, state)  # again: Lightning may have prefetched a batch
         loaders = validation_loaders(trainer)
         for loader, state in zip(loaders, mine["validation"], strict=False):
-            watch_attributes(loader).restore(state)
+            watch_attributes(loader).restore(state, strict=False)
         # Last, since everything above may draw random numbers.
         set_random_state(mine["random"])
         if loaders:

@@ -1,5 +1,6 @@
 """Attributes of datasets and samplers that change in a run, as plain values: epochs, counters, generators."""
 
+import functools
 import random
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -17,7 +18,7 @@ from lightning_fasttrain.core.host.loader_wrapper import find_innermost
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.state.values import CODE, is_foreign, same_values
 
-_SCALARS = (type(None), bool, int, float, complex, str, bytes)
+_SCALARS = frozenset((type(None), bool, int, float, complex, str, bytes))
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _MAKERS: dict[str, Any] = {kind.__name__: kind for kind in (*_CONTAINERS, torch.Generator, random.Random)}
@@ -64,8 +65,10 @@ class Attributes:
         self, roots: Iterable[object], began: Mapping[str, Any] | None = None, *, only_generators: bool | str = False
     ) -> None:
         self.roots, self.only_generators = list(roots), only_generators
-        self.began: dict[str, Any] = {}
-        self.began |= {path: _to_plain(leaf.value) for path, leaf in self._leaves().items()} if began is None else began
+        self.began = self._read() if began is None else dict(began)
+
+    def _read(self) -> dict[str, Any]:
+        return {path: _to_plain(leaf.value) for path, leaf in self._leaves().items()}
 
     def _leaves(self) -> dict[str, "_Leaf"]:
         leaves = _walk(self.roots)[1]
@@ -82,32 +85,41 @@ class Attributes:
         changed: dict[str, Any] = {}
         unsure: set[str] = set()
         for path, leaf in self._leaves().items():
+            began = self.began.get(path, _MISSING)
+            if leaf.value is began and type(began) in _SCALARS:
+                continue
             value = _to_plain(leaf.value)
-            if leaf.differs_by_process or not are_equal(value, self.began.get(path, _MISSING)):
+            if leaf.differs_by_process or not are_equal(value, began):
                 changed[path] = value
                 if is_left_out(value):
                     unsure.add(path.rpartition(".")[0])
-        for path in [path for path, value in changed.items() if isinstance(value, bool)]:
-            if path.rpartition(".")[0] in unsure:
-                del changed[path]
+        if unsure:
+            flags = [path for path, value in changed.items() if isinstance(value, bool)]
+            for path in flags:
+                if path.rpartition(".")[0] in unsure:
+                    del changed[path]
         return self._classes() | changed if changed else {}
 
     def _classes(self) -> dict[str, str]:
         return {str(place): type(root).__name__ for place, root in enumerate(self.roots)}
 
-    def restore(self, changes: Mapping[str, Any]) -> None:
+    def restore(self, changes: Mapping[str, Any], *, strict: bool = True) -> None:
         """Set all attributes to how they began, but for ``changes``, except what is left out.
 
+        Args:
+            changes: what :meth:`changes` returned.
+            strict: whether it is an error if they are of other classes; otherwise those are not used.
+
         Raises:
-            ValueError: ``changes`` are those of other classes.
+            ValueError: for other classes, if ``strict``.
         """
         classes = self._classes()
-        for place, name in classes.items():
-            if changes.get(place, name) != name:
-                what = f"the data are read by {name}, and by {changes[place]} in the saved run"
-                raise ValueError(
-                    explain(what, "their states do not fit each other", "Make the loader as in the saved run")
-                )
+        others = [place for place, name in classes.items() if changes.get(place, name) != name]
+        if others and strict:
+            what = f"the data are read by {classes[others[0]]}, and by {changes[others[0]]} in the saved run"
+            why = "their states do not fit each other"
+            raise ValueError(explain(what, why, "Make the loader as in the saved run"))
+        changes = {path: value for path, value in changes.items() if path.partition(".")[0] not in others}
         for path, leaf in self._leaves().items():
             value = changes.get(path, self.began.get(path, _MISSING))
             if value is _MISSING and isinstance(leaf.owner, dict):
@@ -195,14 +207,20 @@ def _items(owner: Any) -> Iterable[tuple[Any, Any]]:
 def _is_followed(value: Any) -> bool:
     """Whether it is an object with attributes of its own, or a container that holds such or generators."""
     kind = type(value)
-    if kind in _SCALARS or isinstance(value, (*CODE, *_ELSEWHERE, *_GENERATORS, Tensor, np.ndarray, np.generic)):
+    if kind in _SCALARS:
         return False
     if isinstance(value, _CONTAINERS):
         if len(value) > _MOST_ITEMS:
             return False
         return any(isinstance(item, _GENERATORS) or _is_followed(item) for _, item in _items(value))
-    is_known = isinstance(value, Dataset | Sampler) or not is_foreign(kind)
-    return is_known and isinstance(getattr(value, "__dict__", None), dict)
+    return _is_followed_kind(kind) and isinstance(getattr(value, "__dict__", None), dict)
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_followed_kind(kind: type) -> bool:
+    if issubclass(kind, (*CODE, *_ELSEWHERE, *_GENERATORS, Tensor, np.ndarray, np.generic)):
+        return False
+    return issubclass(kind, Dataset | Sampler) or not is_foreign(kind)
 
 
 def _is_shared(value: object) -> bool:
@@ -246,7 +264,8 @@ def _to_plain(value: Any) -> Any:
     elif isinstance(value, _CONTAINERS) and len(value) <= _MOST_ITEMS:
         plain = [(_to_plain(key), _to_plain(item)) for key, item in _items(value)]
         if not any(is_left_out(key) or is_left_out(item) for key, item in plain):
-            return next(each.__name__ for each in _CONTAINERS if isinstance(value, each)), plain
+            container = next(each for each in _CONTAINERS if isinstance(value, each))
+            return container.__name__, plain
     return _LEFT_OUT, kind.__name__, len(value) if isinstance(value, _CONTAINERS) else None
 
 
@@ -264,7 +283,9 @@ def _from_plain(value: Any) -> Any:
         array = contents.clone().numpy()
         return array if kind == "array" else array[()]
     items = [(_from_plain(key), _from_plain(item)) for key, item in contents]
-    return dict(items) if kind == "dict" else _MAKERS[kind](item for _, item in items)
+    if kind == "dict":
+        return dict(items)
+    return _MAKERS[kind](item for _, item in items)
 
 
 def _write(owner: Any, key: Any, value: Any) -> None:

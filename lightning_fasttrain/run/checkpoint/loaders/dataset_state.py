@@ -1,4 +1,4 @@
-"""Datasets that keep their position, and samples that are seeded: an epoch goes on without reading again."""
+"""Datasets that keep their position, and samples that are seeded: an epoch resumes without reading again."""
 
 import copy
 import hashlib
@@ -50,7 +50,7 @@ class OwnState:
         self._is_checked = False
 
     def read(self, holder: Any) -> Any:
-        """Return a copy of ``holder.state_dict()``, which ``holder`` may go on to change; None if it is of no use."""
+        """Return a copy of ``holder.state_dict()``, which ``holder`` may change later; None if it is of no use."""
         if self.why is not None:
             return None
         try:

@@ -1,13 +1,16 @@
 """A loader that can be stopped at any batch and resumed, in another process, at the next one."""
 
+import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from itertools import islice
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from lightning.fabric.utilities.data import sized_len
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
@@ -18,7 +21,6 @@ from lightning_fasttrain.core.messages import explain, list_some, say, warn
 from lightning_fasttrain.core.modules.select import class_if_imported
 from lightning_fasttrain.core.state.rng import random_state, set_random_state
 from lightning_fasttrain.run.checkpoint.loaders.attributes import are_equal, is_left_out, watch_attributes
-from lightning_fasttrain.run.checkpoint.loaders.batch_checksum import checksum
 from lightning_fasttrain.run.checkpoint.loaders.dataset_state import (
     DatasetStates,
     OwnState,
@@ -29,12 +31,13 @@ from lightning_fasttrain.run.checkpoint.loaders.dataset_state import (
     seed_of_pass,
     seeded_rest,
 )
-from lightning_fasttrain.run.checkpoint.loaders.lasting_workers import (
-    LastingWorkers,
-    find_lasting_workers,
+from lightning_fasttrain.run.checkpoint.loaders.persistent_workers import (
+    PersistentWorkers,
+    find_persistent_workers,
     stop_workers,
 )
 
+_MOST_ENTRIES = 1024  # of a tensor or container that a checksum reads
 _REMEMBERED = 6  # positions: more than anything between the loader and the training step prefetches
 
 
@@ -192,7 +195,7 @@ class ResumableLoader(WrappedLoader):
 
     def between_passes(self) -> dict[str, Any]:
         """Return the state from which the next pass starts at its beginning."""
-        running = find_lasting_workers(without_fabric(self.inner)) if self._persistent else None
+        running = find_persistent_workers(without_fabric(self.inner)) if self._persistent else None
         workers = self._saved_workers if running is None else running.between_passes()
         return {**self._now(), "start": None, "workers": workers}
 
@@ -206,11 +209,14 @@ class ResumableLoader(WrappedLoader):
 
     def _restore(self, state: dict[str, Any]) -> None:
         """Put everything back that the order of the next pass depends on."""
-        self._attributes.restore(state["attributes"])
+        self._restore_attributes(state["attributes"])
         if state["own"] is not None:
             without_fabric(self.inner).dataset.load_state_dict(state["own"])
         set_passes_of(self.inner, state["calls"])
         self._saved_workers = state["workers"]
+
+    def _restore_attributes(self, changes: dict[str, Any]) -> None:
+        self._attributes.restore(changes, strict=self._on_change == "error")
 
     def position(self, used: int) -> dict[str, Any]:
         """Return the state after ``used`` batches since :meth:`count_from`, regardless of prefetched batches."""
@@ -235,9 +241,11 @@ class ResumableLoader(WrappedLoader):
     def _complete(self, position: dict[str, Any]) -> dict[str, Any]:
         """Return the state at a position, with what was set since by others than the loader, such as hooks."""
         now, last = self._attributes.changes(), self._positions[-1][1]
-        if position is last:
+        if position is last and not position["ended"]:
             return {"attributes": now, "loader": self._read_loader()}
-        set_since = {key: value for key, value in now.items() if not are_equal(value, last["attributes"].get(key))}
+        # The resumed run will ask for further batches again, or find again that there are none.
+        asked = last["attributes_at_end"] if last["ended"] else last["attributes"]
+        set_since = {key: value for key, value in now.items() if not are_equal(value, asked.get(key))}
         return {"attributes": {**position["attributes"], **set_since}}
 
     def _read_loader(self) -> Any:
@@ -283,9 +291,9 @@ class ResumableLoader(WrappedLoader):
             start["workers"] = running.at_start()
         return batches
 
-    def _enter_workers(self, start: dict[str, Any], during: ExitStack) -> LastingWorkers:
+    def _enter_workers(self, start: dict[str, Any], during: ExitStack) -> PersistentWorkers:
         loader: Any = without_fabric(self.inner)
-        running = find_lasting_workers(loader)
+        running = find_persistent_workers(loader)
         if running is not None:
             running.passes += 1
             return running
@@ -294,7 +302,7 @@ class ResumableLoader(WrappedLoader):
             if not self._seeds:
                 raise other_workers(loader, len(saved["states"]))
             saved = None
-        running = LastingWorkers(loader, saved)
+        running = PersistentWorkers(loader, saved)
         during.enter_context(running.starting())
         return running
 
@@ -318,8 +326,9 @@ class ResumableLoader(WrappedLoader):
         if self._in_process and left and state["before"] is not None:
             # Since the batches before it, training has drawn, and hooks may have set attributes.
             set_random_state(state["before"]["random"])
-            self._attributes.restore(state["before"]["attributes"])
-        return [batch if states is None else states.take(batch) for batch in islice(batches, 1 if left else 0)]
+            self._restore_attributes(state["before"]["attributes"])
+        last = list(islice(batches, min(left, 1)))
+        return last if states is None else list(map(states.take, last))
 
     def _compare(self, batch: Any, saved: int | None, which: str) -> None:
         """Raise an error, or warn, if a batch differs from the one that the saved run read at this place."""
@@ -330,7 +339,7 @@ class ResumableLoader(WrappedLoader):
         way_out = 'Restore the data, or pass on_change="warn" to train on from here'
         if self._on_change == "error":
             raise ValueError(explain(what, why, way_out))
-        warn(explain(what, why, "The run goes on with what is read now"))
+        warn(explain(what, why, "The run trains on what is read now"))
 
 
 class _Pass(Iterator[Any]):
@@ -386,10 +395,10 @@ class _Pass(Iterator[Any]):
         if self.given and first is not None:
             # Training draws between the start of a pass and its first fetch, which is when samplers draw.
             set_random_state(first["random"])
-            loader._attributes.restore(first["attributes"])
+            loader._restore_attributes(first["attributes"])
         last = loader._skip(self.batches, state, self.states)
         # Batches that were skipped by their indices changed nothing in the dataset.
-        loader._attributes.restore(state["attributes"])
+        loader._restore_attributes(state["attributes"])
         set_random_state(here)
         for batch in last:
             loader._compare(batch, state["checksum"], "last batch before the saved position")
@@ -417,6 +426,7 @@ class _Pass(Iterator[Any]):
                 batch = self.states.take(batch)
         except StopIteration:
             self.position["ended"] = True  # the same dictionary is in _positions
+            self.position["attributes_at_end"] = self.loader._attributes.changes()
             self.loader._repeats += 1
             raise
         finally:
@@ -451,6 +461,7 @@ class _Pass(Iterator[Any]):
             "start": self.start,
             "given": self.given,
             "ended": False,
+            "attributes_at_end": None,
             "repeats": self.loader._repeats,
             "random": None,
             "dataset": self.states and self.states.position(),
@@ -468,3 +479,47 @@ def _warn_if_moved(before: dict[str, Any] | None) -> None:
         why = "training draws from the same generator, so a resumed run would read other samples"
         way_out = "Give the dataset its own torch.Generator as an attribute, or use num_workers=1"
         warn(explain("this IterableDataset draws from torch's global generator while it is read", why, way_out))
+
+
+def checksum(batch: object) -> int:
+    """Return a number that follows from the contents of a batch: up to 1,024 entries of each tensor, spread over it.
+
+    Of a tensor that is not on the CPU only shape and dtype count, so that nothing waits for a device.
+
+    Example:
+        >>> batch = {"ids": torch.arange(6), "names": ["a", "b"]}
+        >>> checksum(batch) == checksum({"ids": torch.arange(6), "names": ["a", "b"]})
+        True
+        >>> checksum(batch) == checksum({"ids": torch.arange(6).flip(0), "names": ["a", "b"]})
+        False
+    """
+    number, waiting = 0, [batch]
+    while waiting:
+        value = waiting.pop()
+        number = zlib.crc32(_read_bytes(value), number)
+        waiting.extend(_parts(value))
+    return number
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    if isinstance(value, Tensor | np.ndarray):
+        return ()
+    if isinstance(value, Mapping):
+        return [*value.keys(), *value.values()][:_MOST_ENTRIES]
+    if isinstance(value, list | tuple):
+        return value[:_MOST_ENTRIES]
+    return list(getattr(value, "__dict__", {}).values())
+
+
+def _read_bytes(value: Any) -> bytes:
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        value = torch.from_numpy(value) if value.flags.writeable else torch.from_numpy(value.copy())
+    if not isinstance(value, Tensor):
+        is_plain = value is None or isinstance(value, bool | int | float | complex | str | bytes)
+        return repr(value).encode() if is_plain else type(value).__name__.encode()
+    kind = f"{value.dtype} {tuple(value.shape)}".encode()
+    if value.device.type != "cpu" or value.layout is not torch.strided or value.is_nested or value.numel() == 0:
+        return kind
+    # An odd step does not fall on the same column of each row.
+    some = value.detach().reshape(-1)[:: (value.numel() // _MOST_ENTRIES) | 1].contiguous()
+    return kind + some.view(torch.uint8).numpy().tobytes()
