@@ -355,7 +355,7 @@ def run_with_windows(tmp_path_factory):
     [
         ("random", lambda state: {**state, "torch": torch.Generator().manual_seed(8).get_state()}, ".state_dict"),
         ("random", lambda state: {**state, "python": random.Random(8).getstate()}, ".state_dict"),
-        ("given", 1, ".state_dict"),
+        ("given", 3, ".state_dict"),
         ("gradients", None, ".state_dict"),
         ("point", "validation", f".{KEY}.ranks[0].callback_metrics.val"),
         ("logged", lambda state: {}, f".{KEY}.ranks[0].callback_metrics"),
