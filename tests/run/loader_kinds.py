@@ -1,6 +1,5 @@
 """Loaders of all kinds whose state a run may depend on: counters, epochs and generators of datasets and samplers."""
 
-import itertools
 import random
 
 import numpy as np
@@ -19,11 +18,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
     get_worker_info,
 )
-
-try:
-    from torchdata.stateful_dataloader import StatefulDataLoader
-except ImportError:
-    StatefulDataLoader = None
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 ROWS = 10
 
@@ -135,7 +130,7 @@ class PermutedByHost(Permuted):
 
 
 class Endless(Sampler):
-    """Goes on where the last pass ended."""
+    """Continues where the last pass ended."""
 
     def __init__(self, length=7):
         self.place, self.length = 0, length
@@ -323,7 +318,7 @@ def two(mode, count=2):
 
 
 WORKERS = {"num_workers": 2, "persistent_workers": False}
-LASTING = {"num_workers": 2, "persistent_workers": True}
+PERSISTENT = {"num_workers": 2, "persistent_workers": True}
 
 # name → (how its loader is made, settings of the Trainer, hooks of the module)
 KINDS = {
@@ -338,7 +333,7 @@ KINDS = {
     "dataset with a state": (lambda: DataLoader(KeepsRead(), 2, shuffle=True),),
     "sampler that counts": (lambda: DataLoader(Rows(), 2, sampler=Permuted()),),
     "sampler of the host": (lambda: DataLoader(Rows(), 2, sampler=PermutedByHost()),),
-    "sampler that goes on": (lambda: DataLoader(Rows(), 2, sampler=Endless()),),
+    "sampler that continues": (lambda: DataLoader(Rows(), 2, sampler=Endless()),),
     "subset": (lambda: DataLoader(Rows(), 2, sampler=SubsetRandomSampler([1, 4, 6, 7, 9])),),
     "replacement": (lambda: DataLoader(Rows(), 2, sampler=RandomSampler(range(ROWS), True, 9, generator=seeded())),),
     "weights that change": (lambda: DataLoader(Rows(), 2, sampler=weighted()), {}, Harder),
@@ -368,37 +363,30 @@ KINDS = {
     "workers of a sampler that counts": (lambda: DataLoader(Rows(), 2, sampler=Permuted(), **WORKERS),),
     "workers of a stream": (lambda: DataLoader(CountsPasses(), 2, **WORKERS),),
     "workers of a dataset with a state": (lambda: DataLoader(KeepsRead(), 2, **WORKERS),),
+    "spawned workers": (lambda: DataLoader(Augmented(), 2, multiprocessing_context="forkserver", **PERSISTENT),),
     "workers of an epoch": (lambda: DataLoader(SharedEpoch(), 2, **WORKERS), {}, EpochOfModule),
-    "lasting workers": (lambda: DataLoader(Augmented(), 2, shuffle=True, **LASTING),),
-    "lasting workers that count": (lambda: DataLoader(Counting(), 2, shuffle=True, **LASTING),),
-    "lasting workers with generators": (lambda: DataLoader(WithGenerator(), 2, generator=seeded(), **LASTING),),
-    "lasting workers of a stream": (lambda: DataLoader(CountsPasses(), 2, **LASTING),),
-    "lasting workers, counted at the end": (lambda: DataLoader(CountsPasses(at_end=True), 2, **LASTING),),
-    "lasting workers of a length": (lambda: DataLoader(HasLength(True, ROWS), 2, **LASTING),),
-    "lasting workers of a pipeline": (lambda: DataLoader(Pipeline(), 3, **LASTING),),
-    "lasting workers of a buffer": (lambda: DataLoader(Buffered(), 2, **LASTING),),
-    "lasting workers of a dataset with a state": (lambda: DataLoader(KeepsRead(), 2, shuffle=True, **LASTING),),
-    "lasting workers of a stream with a state": (lambda: DataLoader(KeepsPosition(), 2, **LASTING),),
-    "lasting workers of an epoch": (lambda: DataLoader(SharedEpoch(), 2, **LASTING), {}, EpochOfModule),
-    "lasting workers, part of an epoch": (
-        lambda: DataLoader(Counting(), 2, **LASTING),
+    "persistent workers": (lambda: DataLoader(Augmented(), 2, shuffle=True, **PERSISTENT),),
+    "persistent workers that count": (lambda: DataLoader(Counting(), 2, shuffle=True, **PERSISTENT),),
+    "persistent workers with generators": (lambda: DataLoader(WithGenerator(), 2, generator=seeded(), **PERSISTENT),),
+    "persistent workers of a stream": (lambda: DataLoader(CountsPasses(), 2, **PERSISTENT),),
+    "persistent workers, counted at the end": (lambda: DataLoader(CountsPasses(at_end=True), 2, **PERSISTENT),),
+    "persistent workers of a length": (lambda: DataLoader(HasLength(True, ROWS), 2, **PERSISTENT),),
+    "persistent workers of a pipeline": (lambda: DataLoader(Pipeline(), 3, **PERSISTENT),),
+    "persistent workers of a buffer": (lambda: DataLoader(Buffered(), 2, **PERSISTENT),),
+    "persistent workers of a dataset with a state": (lambda: DataLoader(KeepsRead(), 2, shuffle=True, **PERSISTENT),),
+    "persistent workers of a stream with a state": (lambda: DataLoader(KeepsPosition(), 2, **PERSISTENT),),
+    "persistent workers of an epoch": (lambda: DataLoader(SharedEpoch(), 2, **PERSISTENT), {}, EpochOfModule),
+    "persistent workers, part of an epoch": (
+        lambda: DataLoader(Counting(), 2, **PERSISTENT),
         {"limit_train_batches": 3},
     ),
-    "lasting workers, part of a stream": (
-        lambda: DataLoader(CountsPasses(at_end=True), 1, **LASTING),
+    "persistent workers, part of a stream": (
+        lambda: DataLoader(CountsPasses(at_end=True), 1, **PERSISTENT),
         {"limit_train_batches": 3},
     ),
+    "stateful": (lambda: StatefulDataLoader(Augmented(), 2, shuffle=True),),
+    "stateful stream": (lambda: StatefulDataLoader(KeepsPosition(), 2),),
+    "stateful stream that counts": (lambda: StatefulDataLoader(CountsPasses(), 2),),
+    "stateful workers": (lambda: StatefulDataLoader(Rows(), 2, shuffle=True, num_workers=2),),
+    "stateful workers of a stream": (lambda: StatefulDataLoader(KeepsPosition(), 2, num_workers=2),),
 }
-if StatefulDataLoader is not None:
-    KINDS |= {
-        "stateful": (lambda: StatefulDataLoader(Augmented(), 2, shuffle=True),),
-        "stateful stream": (lambda: StatefulDataLoader(KeepsPosition(), 2),),
-        "stateful stream that counts": (lambda: StatefulDataLoader(CountsPasses(), 2),),
-        "stateful workers": (lambda: StatefulDataLoader(Rows(), 2, shuffle=True, num_workers=2),),
-        "stateful workers of a stream": (lambda: StatefulDataLoader(KeepsPosition(), 2, num_workers=2),),
-    }
-
-
-def list_kinds(which):
-    """Every tenth kind, from one that ``which`` tells, or all."""
-    return list(KINDS) if which == "all" else list(itertools.islice(KINDS, which, None, 10))

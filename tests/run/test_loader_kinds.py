@@ -3,9 +3,19 @@
 All kinds, in fresh processes: ``python -m tests.run.test_loader_kinds [result.json]``.
 """
 
+import concurrent.futures
 import contextlib
+import datetime
+import json
+import logging
+import multiprocessing
+import platform
 import random
+import sys
+import tempfile
 import types
+import warnings
+from pathlib import Path
 
 import lightning as L
 import numpy as np
@@ -19,6 +29,13 @@ from tests.run.loader_kinds import KINDS, Rows
 from tests.support.nets import trainer as make_trainer
 
 EPOCHS = 3
+
+# Of hosts, about loaders that are unusual, as they are here.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*has `__len__` defined"),
+    pytest.mark.filterwarnings("ignore:.*set_vital"),
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+]
 
 
 class Net(L.LightningModule):
@@ -91,40 +108,82 @@ def same(one, other):
     return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
-def list_differences(kind, folder, places=slice(None)):
-    """Return what differs from the plain run: the uninterrupted one, and resumed ones by their places."""
-    plain, save, failing = train(kind, []), SaveAnywhere(folder / "a"), SaveAnywhere(folder / "b")
+def save_anywhere(kind, folder):
+    """Train uninterrupted, without and with ExactResume; return what was read, and the checkpoints by their places."""
+    plain, save, failing = train(kind, []), SaveAnywhere(folder / "whole"), SaveAnywhere(folder / "failed")
     whole = train(kind, [ft.ExactResume(), save])
-    found = (
-        [] if same(plain.seen, whole.seen) and torch.equal(plain.net.weight, whole.net.weight) else ["uninterrupted"]
-    )
     train(kind, [ft.ExactResume(), failing], fails_at=len(whole.seen) // 2 + 1)
-    files = [*save.files.items(), list(failing.files.items())[-1]]
-    for place, path in files[places]:
+    is_left_alone = same(plain.seen, whole.seen) and torch.equal(plain.net.weight, whole.net.weight)
+    last = list(failing.files.items())[-1]
+    return plain.seen, plain.net.weight.detach(), is_left_alone, {**save.files, last[0]: last[1]}
+
+
+def resume(kind, files, seen, weight):
+    """Return the places from which a resumed run differs, with what it said."""
+    found = {}
+    for place, path in files.items():
         try:
             resumed = train(kind, [ft.ExactResume()], path, seed=2)
         except Exception as error:
-            found.append(f"{place}: {type(error).__name__}: {str(error)[:300]}")
+            found[place] = f"{type(error).__name__}: {error}"
             continue
-        rest = plain.seen[int(place.split()[-1]) :]
-        if not same(rest, resumed.seen) or not torch.equal(plain.net.weight, resumed.net.weight):
-            found.append(place)
+        if not same(seen[int(place.split()[-1]) :], resumed.seen) or not torch.equal(weight, resumed.net.weight):
+            found[place] = "other batches"
     return found
 
 
-if __name__ == "__main__":
-    import logging
-    import sys
-    import tempfile
-    import time
-    import warnings
-    from pathlib import Path
+def differing(kind, folder, call=lambda function, *arguments: function(*arguments)):
+    seen, weight, is_left_alone, files = call(save_anywhere, kind, folder)
+    found = {} if is_left_alone else {"uninterrupted": "other batches"}
+    return found | call(resume, kind, files, seen, weight), len(files)
 
+
+CHOSEN = random.Random(1).sample(list(KINDS), len(KINDS) // 10)
+
+
+@pytest.mark.parametrize("kind", CHOSEN)
+def test_an_uninterrupted_run_is_left_alone_and_a_resumed_one_is_bitwise(kind, tmp_path):
+    assert differing(kind, tmp_path)[0] == {}
+
+
+@pytest.mark.benchmark
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in CHOSEN])
+def test_so_it_is_with_all_loaders(kind, tmp_path):
+    assert differing(kind, tmp_path)[0] == {}
+
+
+def in_fresh_process(function, *arguments):
+    """Call it in a fork of this process, which itself has only imported modules."""
+    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("fork"), be_quiet) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def be_quiet():
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
-    for kind in KINDS:
-        if len(sys.argv) > 1 and sys.argv[1] not in kind:
-            continue
-        began = time.time()
+
+
+def sweep(path=None):
+    """Try all kinds, each run and each kind's resumed runs in fresh processes, and write what was found to a file."""
+    found, places = {}, 0
+    for number, kind in enumerate(KINDS, start=1):
         with tempfile.TemporaryDirectory() as folder:
-            print(f"{kind:45}", list_differences(kind, Path(folder)), round(time.time() - began, 1), flush=True)
+            differs, tried = differing(kind, Path(folder), in_fresh_process)
+        places += tried
+        if differs:
+            found[kind] = differs
+        print(f"{number} of {len(KINDS)}: {kind}: {differs or 'equal'}", flush=True)
+    result = {
+        "command": "python -m tests.run.test_loader_kinds examples/results/resuming_cpu.json",
+        "date": f"{datetime.date.today()}",
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "lightning": L.__version__},
+        "kinds": len(KINDS),
+        "resumed": places,
+        "differing": found,
+    }
+    if path is not None:
+        Path(path).write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sweep(*sys.argv[1:])

@@ -64,15 +64,17 @@ class _TrainingLoader(NamedTuple):
 class ExactResume(Technique):
     """Resume a run exactly: the same batches, the same random numbers, the same weights, whenever it was killed.
 
-    Each checkpoint holds, for every process: the states of the random generators of torch, CUDA, Python, NumPy and the
-    loaders, the position in the training loaders (see :func:`~lightning_fasttrain.resumable`), running metrics, and,
-    inside an accumulation window of ``accumulate_grad_batches``, the accumulated gradients. On resuming, the iteration
-    in which the checkpoint was saved is finished first, including pending validation.
+    Each checkpoint holds, for every process: the states of the random generators of torch, CUDA, Python and NumPy, the
+    position in the training loaders and the attributes of their datasets and samplers that have changed (see
+    :func:`~lightning_fasttrain.resumable`), running metrics, and, inside an accumulation window of
+    ``accumulate_grad_batches``, the accumulated gradients. On resuming, the iteration in which the checkpoint was saved
+    is finished first, including pending validation. The batches of an uninterrupted run are those of a run without it.
 
     Checkpoints taken by callbacks after a batch, after validation and after an epoch are exact; after an exception,
     the batch is run again. The module's own ``on_train_batch_end`` is not repeated, since callbacks save before it.
     Gradients that manual optimization carries over several batches, and those of a window under strategies that shard
-    them, are not saved (with a warning). A loader with its own ``state_dict`` is left to Lightning.
+    them, are not saved (with a warning). A loader with its own ``state_dict`` is left to Lightning, except torchdata's
+    ``StatefulDataLoader``, whose position is the batch that was trained on instead of the one that was prefetched.
 
     Acts where the strategy wraps its loaders, when checkpoints are saved, and in the first iteration of a resumed run.
     Combine it with :class:`~lightning_fasttrain.AtomicCheckpoints`, so that a kill does not damage a checkpoint.
@@ -86,10 +88,13 @@ class ExactResume(Technique):
             identified by class, length and a few entries of the dataset's tensors and lists, without calling the
             dataset. Other hyper-parameters, and techniques that change only rounding, always give a warning.
         seed_samples: as for :func:`~lightning_fasttrain.resumable`: resuming a run with workers reads no batches again.
+        on_change: as for :func:`~lightning_fasttrain.resumable`: whether other contents of the last batch before the
+            saved position, or of the first one after it, are an error or a warning; a warning if not ``strict``.
 
     Raises:
         ValueError: in ``fit`` with ``ckpt_path``, for such a checkpoint if ``strict``; the message has both values.
-            Always for a checkpoint of another model, or of other optimizers or parameter groups.
+            Always for a checkpoint of another model, or of other optimizers or parameter groups. With the first batch,
+            if the data have changed.
         FileNotFoundError: in ``fit`` with ``ckpt_path="last"`` without a last checkpoint, if ``strict``.
 
     Example:

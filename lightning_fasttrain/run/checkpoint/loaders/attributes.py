@@ -28,6 +28,7 @@ _MOST_VALUES = 1000  # that are read of the objects together
 _LARGEST = 2**20  # bytes of a tensor or array
 _DEEPEST = 6
 _LEFT_OUT = "left out"  # the kind of a value that a checkpoint cannot hold
+_OBJECT = ("object",)  # stands for an object with attributes
 _ELSEWHERE = (nn.Module, Trainer, LightningDataModule, DataLoader)  # whose state is saved by others
 _MISSING = object()
 
@@ -68,31 +69,36 @@ class Attributes:
         self.began = self._read() if began is None else dict(began)
 
     def _read(self) -> dict[str, Any]:
-        return {path: _to_plain(leaf.value) for path, leaf in self._leaves().items()}
+        owners, leaves = self._walk()
+        values = {path: _to_plain(leaf.value) for path, leaf in leaves.items()}
+        return values | dict.fromkeys(owners, _OBJECT)
 
-    def _leaves(self) -> dict[str, "_Leaf"]:
-        leaves = _walk(self.roots)[1]
+    def _walk(self) -> tuple[dict[str, dict[str, Any]], dict[str, "_Leaf"]]:
+        owners, leaves = _walk(self.roots)
         if get_worker_info() is not None:
             # What workers share with the loading process is restored there.
             leaves = {path: leaf for path, leaf in leaves.items() if not _is_shared(leaf.value)}
-        if not self.only_generators:
-            return leaves
-        place = "" if self.only_generators is True else self.only_generators
-        return {path: leaf for path, leaf in leaves.items() if leaf.differs_by_process or not path.startswith(place)}
+        if self.only_generators:
+            place = "" if self.only_generators is True else self.only_generators
+            owners = {path: owner for path, owner in owners.items() if not path.startswith(place)}
+            leaves = {key: leaf for key, leaf in leaves.items() if leaf.differs_by_process or not key.startswith(place)}
+        return owners, leaves
 
     def changes(self) -> dict[str, Any]:
         """Return path → plain value of what has changed, and of what is left out; place → class of each root."""
+        owners, leaves = self._walk()
         changed: dict[str, Any] = {}
-        unsure: set[str] = set()
-        for path, leaf in self._leaves().items():
+        for path, leaf in leaves.items():
             began = self.began.get(path, _MISSING)
             if leaf.value is began and type(began) in _SCALARS:
                 continue
             value = _to_plain(leaf.value)
             if leaf.differs_by_process or not are_equal(value, began):
                 changed[path] = value
-                if is_left_out(value):
-                    unsure.add(path.rpartition(".")[0])
+        for path in owners:
+            if self.began.get(path) != _OBJECT:  # made in the run
+                changed[path] = _LEFT_OUT, "object", None
+        unsure = {path.rpartition(".")[0] for path, value in changed.items() if is_left_out(value)}
         if unsure:
             flags = [path for path, value in changed.items() if isinstance(value, bool)]
             for path in flags:
@@ -120,7 +126,7 @@ class Attributes:
             why = "their states do not fit each other"
             raise ValueError(explain(what, why, "Make the loader as in the saved run"))
         changes = {path: value for path, value in changes.items() if path.partition(".")[0] not in others}
-        for path, leaf in self._leaves().items():
+        for path, leaf in self._walk()[1].items():
             value = changes.get(path, self.began.get(path, _MISSING))
             if value is _MISSING and isinstance(leaf.owner, dict):
                 leaf.owner.pop(leaf.key)
@@ -229,7 +235,7 @@ def _is_shared(value: object) -> bool:
 
 def is_left_out(value: object) -> bool:
     """Whether this stands for a value that a checkpoint cannot hold."""
-    return isinstance(value, tuple) and value[0] == _LEFT_OUT
+    return isinstance(value, tuple) and value[0] in (_LEFT_OUT, *_OBJECT)
 
 
 def is_generator(value: object) -> bool:

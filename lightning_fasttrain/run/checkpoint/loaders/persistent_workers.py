@@ -22,7 +22,7 @@ from lightning_fasttrain.run.checkpoint.loaders.attributes import Attributes, wa
 from lightning_fasttrain.run.checkpoint.loaders.dataset_state import OwnState, keeps_position
 
 _PATIENCE_S = 60.0  # for batches that a worker still reads
-_DATASET = "0."  # where a loader's attributes begin with those of the dataset
+_DATASET = "0"  # its place among the objects of a loader
 
 
 class PersistentWorkers:
@@ -52,7 +52,8 @@ class PersistentWorkers:
         loader, saved = self.loader, self._saved
         context = loader.multiprocessing_context or torch.multiprocessing
         pipes = [context.Pipe() for _ in range(loader.num_workers)]
-        began = {key: value for key, value in watch_attributes(loader).began.items() if key.startswith(_DATASET)}
+        all_began = watch_attributes(loader).began
+        began = {path: value for path, value in all_began.items() if path.partition(".")[0] == _DATASET}
         states = None if saved is None else saved["states"]
         init = _AnsweringInit(loader.worker_init_fn, [pipe[1] for pipe in pipes], began, states)
         generator = loader.generator

@@ -48,18 +48,20 @@ def resumable(
 ) -> Any:
     """Wrap a loader so that it has ``state_dict`` and ``load_state_dict``, and resumes at its position.
 
-    The contents of a batch follow from the generator states at the beginning of the pass over the data. These states
-    are saved with the number of batches returned; after ``load_state_dict`` the next pass begins there and skips that
-    many batches: by their indices alone if a map-style dataset is read in this process, or with ``seed_samples``; by
-    the position that the dataset itself keeps, here or in each worker, if it has ``state_dict`` and
-    ``load_state_dict``; otherwise by reading them again, which takes time and is logged. Afterwards the previous random
-    state is restored.
+    The contents of a batch follow from the state at the beginning of the pass over the data. This state is saved with
+    the number of batches returned; after ``load_state_dict`` the next pass begins there and skips that many batches: by
+    their indices alone if a map-style dataset is read in this process, or with ``seed_samples``; by the position that
+    the dataset itself keeps, here or in each worker, if it has ``state_dict`` and ``load_state_dict``; otherwise by
+    reading them again, which takes time and is logged. Afterwards the previous random state is restored.
 
-    The saved generators are those of torch, Python and NumPy and those of the loader, its samplers and its dataset;
-    the workers' seeds follow from them. ``persistent_workers`` are restarted for each pass, since their earlier random
-    draws could not be reproduced. Other state of a sampler is not saved, nor is a dataset's between two passes. An
-    ``IterableDataset`` that is read in this process and draws from the global generators shares them with training and
-    cannot be replayed: give it its own generator. For torch's generator there is a warning.
+    The state consists of the generators of torch, Python and NumPy and of the attributes of the dataset and samplers,
+    and of objects in them, that have changed since they were made: own generators, epochs, counters. Persistent
+    workers report theirs. Open files, large caches and other values that are not plain are left out, and named when
+    they have changed. An ``IterableDataset`` that is read in this process and draws from the global generators shares
+    them with training and cannot be replayed: give it its own generator. For torch's generator there is a warning.
+
+    A checksum of the last batch is saved, too, and of the next one if it was prefetched. On resuming they are compared
+    with what is read, on the rank that saved them.
 
     Args:
         loader: a ``DataLoader``, the result of ``fabric.setup_dataloaders``, or any object that can be iterated
@@ -67,6 +69,7 @@ def resumable(
         seed_samples: seed the global generators for each sample, by the pass and the sample's index. Samples then
             depend neither on the worker nor on those read before, so that resuming with workers reads nothing again,
             and may have another number of workers. Random augmentations draw other numbers than without it.
+        on_change: whether batches that differ from the saved run's are an error or a warning.
 
     Returns:
         The wrapped loader, which is iterated over as before; ``loader`` itself if it has ``state_dict`` already.
@@ -75,7 +78,7 @@ def resumable(
         TypeError: ``loader`` is an iterator, which ends with its first pass.
         ValueError: ``persistent_workers`` under Fabric; ``seed_samples`` where the loader is not a ``DataLoader`` of a
             map-style dataset, or the dataset has generators of its own; on iterating: the state is of another kind of
-            loader.
+            loader, or the data have changed.
 
     Example:
         A loop that resumes from its checkpoint, bit for bit:
