@@ -2,6 +2,7 @@
 
 import lightning as L
 import pytest
+import schedulefree
 import torch
 
 import lightning_fasttrain as ft
@@ -133,6 +134,57 @@ def test_an_evaluation_with_a_checkpoint_has_the_weights_that_were_scored(tmp_pa
     assert fresh.predict(module, **settings)[0].item() == pytest.approx(score, rel=1e-6)
     assert abs(trainer().validate(module, **settings)[0]["score"] - score) > 1e-4  # of the point of the gradients
     assert "on_load_checkpoint" not in vars(module)
+
+
+class Mixed(ft.FastTrainMixin, Scored):
+    techniques = [ft.MicroBatching(2)]
+
+
+class Momentum(Scored):
+    """Two optimizers, of which one is schedule-free and reads its momentum elsewhere; one weight is frozen."""
+
+    def configure_optimizers(self):
+        self.embed.weight.requires_grad_(False)
+        first, *rest = [p for p in self.parameters() if p.requires_grad]
+        groups = [{"params": rest[:2], "lr": 0.03}, {"params": rest[2:]}]
+        self.both = schedulefree.SGDScheduleFree(groups, lr=0.05, momentum=0.8), torch.optim.SGD([first], lr=0.01)
+        self.automatic_optimization = False
+        return self.both
+
+    def training_step(self, batch, batch_idx):
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        for optimizer in self.optimizers():
+            optimizer.step()
+
+
+@pytest.mark.parametrize("kind", [Scored, Mixed, Momentum])
+def test_a_file_alone_gives_the_weights_that_were_scored(kind, tmp_path):
+    class Saves(At):
+        def on_train_epoch_end(self, trainer, pl_module):
+            trainer.save_checkpoint(tmp_path / "saved.ckpt")
+
+    saves = Saves()
+    training = trainer([saves, ScheduleFreeEvaluation()], max_epochs=2)
+    module = kind()
+    training.fit(module, as_loader(BATCHES[:5]), as_loader(BATCHES[5:]))
+    checkpoint = torch.load(tmp_path / "saved.ckpt", weights_only=True)
+    loaded = kind()
+    loaded.load_state_dict(ft.optim.averaged_state_dict(checkpoint))
+    assert largest_difference(weights(loaded), saves.validated) <= 1e-7  # by another order of operations
+    assert largest_difference(saves.validated, saves.trained) > 1e-3
+    by_lightning = weights(kind.load_from_checkpoint(tmp_path / "saved.ckpt", weights_only=True))
+    scored = kind is Mixed
+    assert largest_difference(by_lightning, saves.validated if scored else saves.trained) <= 1e-7
+    training.save_checkpoint(tmp_path / "end.ckpt")
+    checkpoint = torch.load(tmp_path / "end.ckpt", weights_only=True)
+    assert largest_difference(ft.optim.averaged_state_dict(checkpoint), weights(module)) == 0
+    again = trainer([ScheduleFreeEvaluation()], max_epochs=3)  # a mixin leaves the weights of a resumed run alone
+    again.fit(kind(), as_loader(BATCHES[:5]), as_loader(BATCHES[5:]), ckpt_path=tmp_path / "saved.ckpt")
+    further, whole = again.lightning_module, kind()
+    trainer([ScheduleFreeEvaluation()], max_epochs=3).fit(whole, as_loader(BATCHES[:5]), as_loader(BATCHES[5:]))
+    assert largest_difference(weights(further), weights(whole)) == 0
 
 
 def test_a_checkpoint_without_optimizer_states_is_mentioned(tmp_path):

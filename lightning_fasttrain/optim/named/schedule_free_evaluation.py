@@ -8,9 +8,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from lightning_fasttrain.core.host.lightning import configured_optimizers
+from lightning_fasttrain.core.host.optimizer_steps import unwrap_optimizer
 from lightning_fasttrain.core.messages import explain, note_once
 from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
+from lightning_fasttrain.optim.weight_ema import BY_SCHEDULE_FREE
 
 
 class ScheduleFreeEvaluation(L.Callback):
@@ -23,9 +25,10 @@ class ScheduleFreeEvaluation(L.Callback):
     The optimizer computes one point from the other, with rounding that depends on the device. A validation within a fit
     leaves the weights unchanged bit for bit: they are saved meanwhile, which takes their size once more. Checkpoints
     written during training hold the point of the gradients, so that a run resumes bit for bit; ``trainer.validate``,
-    ``test`` and ``predict`` with their ``ckpt_path`` compute the average from them, with the optimizer's state. For the
-    average in other programs load model and optimizer, and call its ``eval()``. A checkpoint saved after the fit holds
-    the average, and training can continue from it.
+    ``test`` and ``predict`` with their ``ckpt_path`` compute the average from them, with the optimizer's state. So do
+    :func:`~lightning_fasttrain.optim.averaged_state_dict`, and ``load_from_checkpoint`` of a module with
+    :class:`~lightning_fasttrain.FastTrainMixin`. A checkpoint saved after the fit holds the average, and training can
+    continue from it.
 
     Statistics of BatchNorm are those of the training, at the other point. The method's authors recompute them: run some
     batches in training mode, without steps, between ``eval()`` and the evaluation.
@@ -114,6 +117,17 @@ class ScheduleFreeEvaluation(L.Callback):
             for kept in untouched:
                 kept.restore()
 
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Hook: the average can be computed from the file alone, once it tells which state is whose."""
+        names: dict[nn.Parameter, list[str]] = {}
+        for name, parameter in pl_module.named_parameters(remove_duplicate=False):
+            names.setdefault(parameter, []).append(name)
+        checkpoint[BY_SCHEDULE_FREE] = []
+        for optimizer in map(unwrap_optimizer, trainer.optimizers):
+            checkpoint[BY_SCHEDULE_FREE].append([names.get(parameter, []) for parameter in parameters_of(optimizer)])
+        if trainer.training:
+            note_once(_AT_GRADIENTS)
+
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: leave the average in the model after the fit."""
         _to_average(trainer)
@@ -122,6 +136,12 @@ class ScheduleFreeEvaluation(L.Callback):
 _OF_BATCH_NORM = (
     "ScheduleFreeEvaluation: BatchNorm's statistics are those at the point of the gradients, not of the average; the "
     "method's authors run some batches in training mode before an evaluation to recompute them"
+)
+
+
+_AT_GRADIENTS = (
+    "ScheduleFreeEvaluation: checkpoints saved in training hold the point of the gradients, from which a run resumes; "
+    "to load the average elsewhere, use load_state_dict(ft.optim.averaged_state_dict(torch.load(path)))"
 )
 
 
