@@ -28,7 +28,10 @@ NAMES = {
     "_call_callback_hooks": (f"{PYTORCH}.trainer.call", ["core/host/lightning"]),
     "_call_lightning_module_hook": (f"{PYTORCH}.trainer.call", ["core/host/lightning"]),
     "_call_strategy_hook": (f"{PYTORCH}.trainer.call", ["core/host/lightning"]),
-    "_combined_loader": (f"{LOOPS}.fit_loop", ["core/host/lightning", "run/checkpoint/resume_state"]),
+    "_combined_loader": (
+        f"{LOOPS}.fit_loop",
+        ["core/host/lightning", "core/host/loader_wrapper", "run/checkpoint/resume_state"],
+    ),
     "_configure_optimizers": (f"{PYTORCH}.core.optimizer", ["core/host/lightning"]),
     "_current_fx_name": (f"{PYTORCH}.core.module", ["core/host/lightning"]),
     "_data_source": (f"{LOOPS}.fit_loop", ["core/host/lightning"]),
@@ -56,6 +59,7 @@ NAMES = {
     "_skip_next_val": (f"{LOOPS}.training_epoch_loop", ["run/checkpoint/resume_state"]),
     # loaders under way
     "_DataFetcher": (f"{LOOPS}.fetchers", ["core/host/lightning"]),
+    "_PrefetchDataFetcher": (f"{LOOPS}.fetchers", ["core/host/loader_wrapper"]),
     "_DataLoaderIterDataFetcher": (f"{LOOPS}.fetchers", ["run/checkpoint/resume_state"]),
     "_MaxSizeCycle": (f"{PYTORCH}.utilities.combined_loader", ["run/checkpoint/resume_state"]),
     "_consumed": (f"{PYTORCH}.utilities.combined_loader", ["run/checkpoint/resume_state"]),

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import lightning_fasttrain as ft
 from tests.support.nets import largest_difference, trainer, weights
@@ -181,7 +181,9 @@ def list_windows(batches, factor):
 def train_in_closed_form(function, batches, factor):
     net = make_net()
     optimizer = torch.optim.SGD(net.parameters(), 0.3)
-    for window in list_windows(batches, factor):
+    # Of one epoch, or several.
+    epochs = batches if isinstance(batches[0], list) else [batches]
+    for window in [window for epoch in epochs for window in list_windows(epoch, factor)]:
         optimizer.zero_grad()
         results = [function(net, x, mask) for x, mask in window]
         total = sum(terms for _, terms, _ in results)
@@ -261,6 +263,49 @@ def test_a_window_of_a_sum_and_a_mean_has_no_common_unit():
         ValueError, match="TokenWeightedAccumulation inside an accumulation window: this batch is split"
     ):
         trainer([ft.TokenWeightedAccumulation(2)]).fit(SumThenMean(None), loader)
+
+
+class Stream(IterableDataset):
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        yield from self.batches
+
+
+class Declared(Stream):
+    length = 0
+
+    def __len__(self):
+        return self.length
+
+
+@pytest.mark.filterwarnings("ignore:Length of IterableDataset")
+@pytest.mark.filterwarnings("ignore:.*has `__len__` defined")
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("length", [4, 5, 6, 9, None])
+@pytest.mark.parametrize("factor", [2, 3, 4])
+def test_a_stream_that_ends_before_its_length_has_a_last_window(factor, length, resumed, tmp_path):
+    class Save(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if trainer.current_epoch == 1 and batch_idx == 1:
+                trainer.save_checkpoint(tmp_path / "saved.ckpt")
+
+    def fit(callbacks, path=None):
+        stream = Stream(batches) if length is None else Declared(batches)
+        stream.length = length
+        module = Lit(masked_mean)
+        fitted = trainer([ft.TokenWeightedAccumulation(factor), *callbacks], max_epochs=2)
+        fitted.fit(module, DataLoader(stream, batch_size=None), ckpt_path=path)
+        return fitted.global_step, weights(module.net)
+
+    batches = list_batches((3, 5, 1, 4, 2), seed=1)
+    read = batches[:length]
+    steps, found = fit([ft.ExactResume(), Save()] if resumed else [])
+    if resumed:
+        assert largest_difference(fit([ft.ExactResume()], tmp_path / "saved.ckpt")[1], found) == 0
+    assert steps == 2 * len(list_windows(read, factor))
+    assert largest_difference(train_in_closed_form(masked_mean, [read, read], factor), found) < 1e-12
 
 
 @pytest.mark.slow

@@ -3,11 +3,14 @@
 Techniques of other subpackages wrap loaders, too; all of them keep the wrapped loader as ``inner``.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.trainer.states import RunningStage
+from torch.utils.data import IterableDataset
 
 from lightning_fasttrain.core.host.lightning import without_fabric
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch, undo_all
@@ -74,6 +77,44 @@ def replace_training_loaders(trainer: L.Trainer, replace: Callable[[Any], object
         return prepare(dataloader, shuffle=shuffle, mode=mode)
 
     return patch(connector, "_prepare_dataloader", prepare_dataloader)
+
+
+def look_ahead_in_streams(trainer: L.Trainer) -> Undo:
+    """Have Lightning find the last batch of a stream by reading one batch ahead, also where its dataset has a length.
+
+    A stream may end before its length. Lightning reads ahead only without a length, and otherwise learns of the end
+    when the last batch is trained.
+    """
+    fit_loop = trainer.fit_loop
+    setup_data = fit_loop.setup_data
+
+    def setting_up_data() -> None:
+        before = fit_loop._data_fetcher
+        setup_data()
+        fetcher = fit_loop._data_fetcher
+        if fetcher is before or not isinstance(fetcher, _PrefetchDataFetcher) or not _has_stream(fit_loop):
+            return
+        reset = fetcher.reset
+
+        def reset_without_length() -> None:
+            reset()
+            if fetcher.length is not None:
+                fetcher.length, fetcher.done = None, fetcher.length == 0
+
+        patch(fetcher, "reset", reset_without_length)  # the fetcher lives as long as this run
+        if fetcher.length is not None:  # setup_data has begun a pass, without reading ahead
+            begun: Any = fetcher.iterator
+            reset_without_length()
+            if not fetcher.done:
+                fetcher.batches.extend(itertools.islice(begun, 1))
+                fetcher.fetched = len(fetcher.batches)
+
+    return patch(fit_loop, "setup_data", setting_up_data)
+
+
+def _has_stream(fit_loop: Any) -> bool:
+    loaders = [find_innermost(loader) for loader in fit_loop._combined_loader.flattened]
+    return any(isinstance(getattr(loader, "dataset", None), IterableDataset) for loader in loaders)
 
 
 def iterate_again(trainer: L.Trainer) -> None:

@@ -16,6 +16,7 @@ from lightning_fasttrain.core.host.lightning import (
     is_last_batch_taken,
     refuse_static_graph,
 )
+from lightning_fasttrain.core.host.loader_wrapper import look_ahead_in_streams
 from lightning_fasttrain.core.host.optimizer_steps import unwrap_optimizer
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.parameters import parameters_of
@@ -180,11 +181,13 @@ class TokenWeightedAccumulation(Technique):
                 zero_grad(epoch, batch_idx, optimizer)
 
         restore_zero_grad = patch(pl_module, "optimizer_zero_grad", optimizer_zero_grad)
+        restore_reading = look_ahead_in_streams(trainer)  # the last window of a stream is stepped, be it short
         factor = trainer.accumulate_grad_batches
         trainer.accumulate_grad_batches = self._factor_now()  # so that estimated_stepping_batches is right
 
         def undo() -> None:
             trainer.accumulate_grad_batches = factor
+            restore_reading()
             restore_zero_grad()
             restore()
             leave()
