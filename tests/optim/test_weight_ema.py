@@ -6,6 +6,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 
 import lightning_fasttrain as ft
@@ -184,3 +185,38 @@ def test_a_step_that_a_guard_skips_is_not_averaged():
         trainer([ema, ft.run.FiniteGuard()]).fit(Validated(bad), as_loader(batches))
         averages.append(ema.average)
     assert largest_difference(*averages) == 0
+
+
+class Overflows(TinyLM):
+    """A batch of the run overflows float16; the optimizer may skip the step on its device."""
+
+    def __init__(self, fused):
+        super().__init__(
+            optimizer=lambda parameters, **settings: torch.optim.AdamW(parameters, fused=fused, **settings)
+        )
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss * float("inf") if batch_idx == 2 else loss
+
+
+class FollowsWeights(L.Callback):
+    """Averages the weights itself, after each step that has changed them."""
+
+    def on_train_start(self, trainer, pl_module):
+        self.before, self.average = weights(pl_module), {}
+
+    def on_train_batch_end(self, trainer, pl_module, *batch):
+        now = weights(pl_module)
+        if largest_difference(self.before, now) > 0:
+            self.average = {name: (value + self.average.get(name, value)) / 2 for name, value in now.items()}
+        self.before = now
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_a_loss_scaler_skips_is_not_averaged(fused):
+    ema, follows = WeightEMA(0.5), FollowsWeights()
+    precision = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    trainer([ema, follows], plugins=precision).fit(Overflows(fused), as_loader(BATCHES))
+    assert ema.state_dict()["steps"] == len(BATCHES) - 1
+    assert largest_difference(ema.average, {name: follows.average[name] for name in ema.average}) <= 1e-6

@@ -35,8 +35,7 @@ def is_deepspeed(optimizer: object) -> bool:
 class TakenSteps:
     """Tells whether the optimizers of a run have taken a step, which a guard or a loss scaler may have skipped.
 
-    Under manual optimization that is when the user's code has called ``step``. Where torch's optimizers skip on a
-    device because of a loss scaler, which only reading from it would show, the step counts as taken.
+    Under manual optimization that is when the user's code has called ``step``.
 
     Args:
         trainer: at the start of its training, when the optimizers exist.
@@ -45,7 +44,7 @@ class TakenSteps:
     def __init__(self, trainer: L.Trainer) -> None:
         self._trainer = trainer
         self._optimizers = list(map(unwrap_optimizer, trainer.optimizers))
-        self._taken = self._skipped = 0
+        self._taken = 0
         self._handles: list[Any] = []
         for optimizer in self._optimizers:
             if isinstance(optimizer, Optimizer):
@@ -54,8 +53,8 @@ class TakenSteps:
         self._counts_all = not self._handles or len(self._handles) < len(self._optimizers)
         self._seen = trainer.global_step
 
-    def _note(self, *_: object) -> None:
-        self._taken += 1
+    def _note(self, optimizer: Optimizer, *_: object) -> None:
+        self._taken += not was_skipped_on_device(optimizer)
 
     def has_new(self) -> bool:
         """Return whether a step was taken since the last call."""
@@ -63,9 +62,7 @@ class TakenSteps:
         if self._counts_all:
             skipped = any(getattr(optimizer, "overflow", False) for optimizer in self._optimizers)
             return self._seen != before and not skipped
-        skips = sum(getattr(optimizer, SKIPPED_ON_DEVICE, 0) for optimizer in self._optimizers)
-        taken, self._taken = self._taken - (skips - self._skipped), 0
-        self._skipped = skips
+        taken, self._taken = self._taken, 0
         return taken > 0
 
     def close(self) -> None:
@@ -74,8 +71,14 @@ class TakenSteps:
             handle.remove()
 
 
-# An attribute of optimizers: the number of steps that a guard had them skip on the device, though their hooks ran.
-SKIPPED_ON_DEVICE = "skipped_on_device"
+def was_skipped_on_device(optimizer: Optimizer) -> bool:
+    """Whether a fused optimizer has skipped the step that ends now, in a hook after it.
+
+    A loss scaler or a guard tells such an optimizer by ``found_inf``, a tensor on its device, which is waited for.
+    Other optimizers are not called for a step that is skipped, and have no such attribute.
+    """
+    overflow = getattr(optimizer, "found_inf", None)
+    return isinstance(overflow, Tensor) and bool(overflow)
 
 
 def refuse_unguardable(optimizer: Any) -> None:

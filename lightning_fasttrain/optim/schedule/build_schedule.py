@@ -20,6 +20,7 @@ from lightning_fasttrain.core.host.lightning import (
     trainer_of,
     when_loaders_are_made,
 )
+from lightning_fasttrain.core.host.optimizer_steps import was_skipped_on_device
 from lightning_fasttrain.core.messages import explain, note_once, say
 from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.optim.schedule.schedule_shapes import RatePlan, RateRequest, read_request
@@ -243,11 +244,7 @@ class Schedule(LRScheduler):
             raise RuntimeError(explain("a schedule with module= in a loop", why, "Give total=10_000 instead"))
 
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
-        # A loss scaler sets it for optimizers that skip steps by themselves.
-        overflow = getattr(optimizer, "found_inf", None)
-        if isinstance(overflow, Tensor) and bool(overflow):  # synchronizes the device
-            return
-        if not self.is_told and self._is_in_charge():
+        if not was_skipped_on_device(optimizer) and not self.is_told and self._is_in_charge():
             self.end_update()
 
     def end_update(self) -> None:

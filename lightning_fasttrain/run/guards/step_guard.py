@@ -26,7 +26,6 @@ from lightning_fasttrain.core.device import AsyncReading
 from lightning_fasttrain.core.distributed import rank_count
 from lightning_fasttrain.core.host.lightning import accumulation_continues
 from lightning_fasttrain.core.host.optimizer_steps import (
-    SKIPPED_ON_DEVICE,
     gradient_device,
     is_deepspeed,
     own_shard,
@@ -175,10 +174,7 @@ class _Gate:
         if skips_on_device(self.optimizer):
             with _told_on_device(self.optimizer, numbers[0]):
                 self.own_step(**kwargs)
-            values = reading.wait()
-            if values[0] != 0:
-                setattr(self.optimizer, SKIPPED_ON_DEVICE, getattr(self.optimizer, SKIPPED_ON_DEVICE, 0) + 1)
-            self.tell(values)
+            self.tell(reading.wait())
             return loss
         values = reading.wait()
         if values[0] == 0:
