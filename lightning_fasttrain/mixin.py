@@ -8,11 +8,9 @@ import lightning as L
 import torch
 from torch import nn
 
-from lightning_fasttrain.core.host.lightning import trainer_of
 from lightning_fasttrain.core.messages import explain, warn
 from lightning_fasttrain.core.modules.wrapped_forward import patch
 from lightning_fasttrain.optim import NamedOptimizer
-from lightning_fasttrain.optim.weight_ema import BY_SCHEDULE_FREE, averaged_state_dict
 from lightning_fasttrain.technique import Technique
 from lightning_fasttrain.technique.technique import is_operated_on, list_techniques
 
@@ -64,12 +62,6 @@ class FastTrainMixin:
             way_out = "Set optimizer = ft.NamedOptimizer('adamw', lr=1e-3) in the class"
             raise ValueError(explain(what, "nothing would be trained", way_out))
         return following.configure_optimizers()
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Hook: ``load_from_checkpoint`` loads the average of a schedule-free run, which is its model."""
-        super().on_load_checkpoint(checkpoint)  # type: ignore[misc]
-        if trainer_of(cast(nn.Module, self)) is None and BY_SCHEDULE_FREE in checkpoint:
-            checkpoint["state_dict"] = averaged_state_dict(checkpoint)
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         # A hook on the module would stand in the way of torch.jit.script.

@@ -22,7 +22,6 @@ from lightning_fasttrain.core.state.select_entries import BY_PARAMETER
 from lightning_fasttrain.technique import Capability, Conflict, Technique
 from lightning_fasttrain.technique.declarations import PredictedStep
 
-BY_SCHEDULE_FREE = "ScheduleFreeEvaluation"  # in a checkpoint: names of the parameters of each optimizer, by place
 _WHOLE = "each rank holds a shard of them without their shape"
 _IN_SHARDS = "its checkpoints cannot hold an average in shards"
 
@@ -262,10 +261,7 @@ class WeightEMA(Technique):
 
 @check_arguments
 def averaged_state_dict(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ``state_dict`` of a checkpoint with averages in place of the weights.
-
-    They are those of a :class:`WeightEMA`, or else of a schedule-free optimizer beside a
-    :class:`~lightning_fasttrain.optim.ScheduleFreeEvaluation`.
+    """Return the ``state_dict`` of a checkpoint with the averages of a :class:`WeightEMA` in place of the weights.
 
     Args:
         checkpoint: the Trainer's checkpoint, as ``torch.load`` returns it, or
@@ -290,9 +286,7 @@ def averaged_state_dict(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         if averages:
             break
     else:
-        if BY_SCHEDULE_FREE in checkpoint:
-            return _average_of_schedule_free(checkpoint)
-        why = "it was saved without WeightEMA or ScheduleFreeEvaluation, or before the first average"
+        why = "it was saved without WeightEMA, or before the first average"
         raise ValueError(explain("a checkpoint without averages", why, "Use its state_dict"))
     weights, ties = dict(checkpoint["state_dict"]), state.get("ties", {})
     for name, value in weights.items():
@@ -300,20 +294,6 @@ def averaged_state_dict(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         average = averages.get(ties.get(name, name))
         if average is not None:
             weights[name] = average.to(value.dtype)
-    return weights
-
-
-def _average_of_schedule_free(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    weights = dict(checkpoint["state_dict"])
-    for names, optimizer in zip(checkpoint[BY_SCHEDULE_FREE], checkpoint["optimizer_states"], strict=True):
-        for group in optimizer["param_groups"]:
-            if not group.get("train_mode"):  # another optimizer, or one whose weights are the average already
-                continue
-            momentum = group["betas"][0] if "betas" in group else group["momentum"]
-            for place in group["params"]:
-                state = optimizer["state"].get(place, {})
-                for name in names[place] if "z" in state else ():
-                    weights[name] = weights[name].lerp(state["z"].to(weights[name]), 1 - 1 / momentum)
     return weights
 
 

@@ -1,5 +1,7 @@
 """Evaluate a run with a schedule-free optimizer at the average of its weights, and train it at the current ones."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeGuard
 
 import lightning as L
@@ -7,12 +9,11 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
+from lightning_fasttrain.core.distributed import is_sharded
 from lightning_fasttrain.core.host.lightning import configured_optimizers
-from lightning_fasttrain.core.host.optimizer_steps import unwrap_optimizer
 from lightning_fasttrain.core.messages import explain, note_once
-from lightning_fasttrain.core.modules.parameters import parameters_of
+from lightning_fasttrain.core.modules.parameters import names_of_parameters, parameters_of
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
-from lightning_fasttrain.optim.weight_ema import BY_SCHEDULE_FREE
 
 
 class ScheduleFreeEvaluation(L.Callback):
@@ -22,13 +23,12 @@ class ScheduleFreeEvaluation(L.Callback):
     this a run validates, and ends, at the point of the gradients. In a Fabric or bare loop call the two methods
     yourself.
 
-    The optimizer computes one point from the other, with rounding that depends on the device. A validation within a fit
-    leaves the weights unchanged bit for bit: they are saved meanwhile, which takes their size once more. Checkpoints
-    written during training hold the point of the gradients, so that a run resumes bit for bit; ``trainer.validate``,
-    ``test`` and ``predict`` with their ``ckpt_path`` compute the average from them, with the optimizer's state. So do
-    :func:`~lightning_fasttrain.optim.averaged_state_dict`, and ``load_from_checkpoint`` of a module with
-    :class:`~lightning_fasttrain.FastTrainMixin`. A checkpoint saved after the fit holds the average, and training can
-    continue from it.
+    The optimizer computes one point from the other, with rounding that depends on the device. A validation, and a save,
+    within a fit leave the weights unchanged bit for bit: they are copied meanwhile, which takes their size once more.
+    Checkpoints hold the average as the model's weights, which ``load_from_checkpoint``, ``trainer.validate``, ``test``
+    and ``predict`` evaluate, and the point of the gradients beside it, so that a run resumes bit for bit. Where a
+    strategy shards the parameters they hold the point of the gradients alone: load model and optimizer, and call its
+    ``eval()``.
 
     Statistics of BatchNorm are those of the training, at the other point. The method's authors recompute them: run some
     batches in training mode, without steps, between ``eval()`` and the evaluation.
@@ -46,23 +46,67 @@ class ScheduleFreeEvaluation(L.Callback):
 
     def __init__(self) -> None:
         self._kept: list[_Kept] = []
+        self._resumed: dict[str, Tensor] = {}
         self._loaded: list[dict[str, Any]] = []  # the optimizers' states in the checkpoint of an evaluation
         self._undo: Undo | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Hook: an evaluation alone hands its checkpoint to the module, and to no callback."""
-        self._loaded = []
+        """Hook: whoever saves, and whenever, saves the average; an evaluation alone loads it."""
+        self._loaded, self._resumed = [], {}
         if trainer.state.fn == TrainerFn.FITTING:
+            save = trainer.save_checkpoint
+
+            def save_checkpoint(*args: Any, **kwargs: Any) -> None:
+                with self._at_average(trainer, pl_module):
+                    save(*args, **kwargs)
+
+            self._undo = patch(trainer, "save_checkpoint", save_checkpoint)
             return
         load = pl_module.on_load_checkpoint
 
+        # It hands its checkpoint to the module, and to no callback.
         def on_load_checkpoint(checkpoint: dict[str, Any]) -> None:
             load(checkpoint)
             self._loaded = checkpoint.get("optimizer_states", [])
-            if not self._loaded:
-                note_once(_WITHOUT_STATE)
 
         self._undo = patch(pl_module, "on_load_checkpoint", on_load_checkpoint)
+
+    @contextmanager
+    def _at_average(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Iterator[None]:
+        groups = [group for optimizer in _find_averaging(trainer) for group in optimizer.param_groups]
+        # In a validation, and after the fit, the weights are the average already.
+        if is_sharded(pl_module) or not any(group.get("train_mode") for group in groups):
+            yield
+            return
+        self._to_average(trainer)
+        try:
+            yield
+        finally:
+            self._to_gradients(trainer)
+
+    def _to_average(self, trainer: L.Trainer) -> None:
+        weights = [_Kept.of(p) for optimizer in _find_averaging(trainer) for p in parameters_of(optimizer)]
+        _to_average(trainer)
+        # Those that were switched: a checkpoint that was saved after a fit already holds the average.
+        self._kept = [kept._replace(version=kept.weight._version) for kept in weights if kept.is_overwritten]
+
+    def _to_gradients(self, trainer: L.Trainer) -> None:
+        # If a weight was written meanwhile, the change is kept: the optimizer's own conversion is right for it.
+        untouched = [kept for kept in self._kept if not kept.is_overwritten]
+        self._kept = []
+        _to_gradients(trainer)
+        for kept in untouched:
+            kept.restore()
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Hook: the weights of the model are the average."""
+        names = names_of_parameters(pl_module)
+        if self._kept and not is_sharded(pl_module):
+            checkpoint[_KEY] = {names[kept.weight]: kept.numbers for kept in self._kept if kept.weight in names}
+
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Hook: the weights are loaded, and the optimizers do not exist yet."""
+        self._resumed = checkpoint.get(_KEY, {})
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Hook: the end of a run."""
@@ -82,6 +126,11 @@ class ScheduleFreeEvaluation(L.Callback):
             way_out = "Use ft.build_optimizer(model, 'schedule-free'), or remove the callback"
             raise ValueError(explain(f"{type(self).__name__} with {kinds}", why, way_out))
         _to_gradients(trainer)
+        resumed, self._resumed = self._resumed, {}
+        parameters = {name: p for p, name in names_of_parameters(pl_module).items()}
+        with torch.no_grad():
+            for name, numbers in resumed.items():
+                parameters[name].copy_(numbers)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: called before the first batch, within a fit or in an evaluation alone."""
@@ -90,10 +139,7 @@ class ScheduleFreeEvaluation(L.Callback):
         if trainer.state.fn != TrainerFn.FITTING:
             self._average_loaded(pl_module)
             return
-        weights = [_Kept.of(p) for optimizer in _find_averaging(trainer) for p in parameters_of(optimizer)]
-        _to_average(trainer)
-        # Those that were switched: a checkpoint that was saved after a fit already holds the average.
-        self._kept = [kept._replace(version=kept.weight._version) for kept in weights if kept.is_overwritten]
+        self._to_average(trainer)
 
     def _average_loaded(self, pl_module: L.LightningModule) -> None:
         """Compute the average from a checkpoint's weights, with the states of the optimizers that wrote it."""
@@ -109,24 +155,8 @@ class ScheduleFreeEvaluation(L.Callback):
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: called before ModelCheckpoint's, which comes last."""
-        # If a weight was written meanwhile, the change is kept: the optimizer's own conversion is right for it.
-        untouched = [kept for kept in self._kept if not kept.is_overwritten]
-        self._kept = []
         if trainer.state.fn == TrainerFn.FITTING:
-            _to_gradients(trainer)
-            for kept in untouched:
-                kept.restore()
-
-    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Hook: the average can be computed from the file alone, once it tells which state is whose."""
-        names: dict[nn.Parameter, list[str]] = {}
-        for name, parameter in pl_module.named_parameters(remove_duplicate=False):
-            names.setdefault(parameter, []).append(name)
-        checkpoint[BY_SCHEDULE_FREE] = []
-        for optimizer in map(unwrap_optimizer, trainer.optimizers):
-            checkpoint[BY_SCHEDULE_FREE].append([names.get(parameter, []) for parameter in parameters_of(optimizer)])
-        if trainer.training:
-            note_once(_AT_GRADIENTS)
+            self._to_gradients(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: leave the average in the model after the fit."""
@@ -139,16 +169,7 @@ _OF_BATCH_NORM = (
 )
 
 
-_AT_GRADIENTS = (
-    "ScheduleFreeEvaluation: checkpoints saved in training hold the point of the gradients, from which a run resumes; "
-    "to load the average elsewhere, use load_state_dict(ft.optim.averaged_state_dict(torch.load(path)))"
-)
-
-
-_WITHOUT_STATE = (
-    "ScheduleFreeEvaluation: the checkpoint has no optimizer state, so its weights are evaluated as they were saved: "
-    "during training those are the point of the gradients, not the average"
-)
+_KEY = "ScheduleFreeEvaluation"
 
 
 class _Kept(NamedTuple):
