@@ -112,6 +112,19 @@ def test_large_data_and_models_are_not_walked_through():
     }
 
 
+def test_tensors_that_are_written_or_replaced_are_noticed_each_time():
+    holder = Holder()
+    watched = Attributes([holder])
+    assert watched.changes().keys() == watched.changes().keys()  # unwritten since
+    for value in (2.0, 3.0):
+        holder.weights.fill_(value)
+        assert watched.changes()["0.weights"][1].tolist() == [value] * 3
+    holder.weights.fill_(1.0)
+    assert "0.weights" not in watched.changes()
+    holder.weights = torch.full((3,), 9.0)
+    assert watched.changes()["0.weights"][1].tolist() == [9.0] * 3
+
+
 def test_a_dataset_is_compared_with_how_it_was_when_first_seen():
     dataset = Rows()
     watch_attributes(DataLoader(dataset))
@@ -211,6 +224,11 @@ def test_a_checksum_tells_batches_apart(other):
     assert checksum(batch) == checksum({"x": torch.arange(6.0).view(2, 3).clone(), "n": ["a", "b"]}) != checksum(other)
 
 
+class Cyclic:
+    def __init__(self, value):
+        self.value, self.itself, self.others = value, self, [self]
+
+
 def test_a_checksum_reads_every_sample_and_any_container():
     images = torch.rand(64, 3, 32, 32)
     for sample in range(64):
@@ -224,6 +242,8 @@ def test_a_checksum_reads_every_sample_and_any_container():
         (torch.eye(3).to_sparse(), torch.eye(4).to_sparse()),
         (torch.ones(4, 4).t()[::2], torch.zeros(4, 4).t()[::2]),
         ([torch.ones(2), (1, "a")], [torch.ones(2), (2, "a")]),
+        (torch.tensor([1 + 2j]).conj(), torch.tensor([1 + 2j])),
+        (Cyclic(1), Cyclic(2)),
         (torch.ones(2, device="meta"), torch.ones(3, device="meta")),
     ]:
         assert checksum(one) != checksum(other)

@@ -26,9 +26,14 @@ _MAKERS |= {"numpy.Generator": np.random.default_rng, "RandomState": np.random.R
 _MOST_ITEMS = 256  # of a container; larger ones hold data
 _MOST_VALUES = 1000  # that are read of the objects together
 _LARGEST = 2**20  # bytes of a tensor or array
+_LARGEST_ITEM = 2**14  # bytes of those in containers
 _DEEPEST = 6
 _LEFT_OUT = "left out"  # the kind of a value that a checkpoint cannot hold
 _OBJECT = ("object",)  # stands for an object with attributes
+# Packages of tokenizers, tables and images, which have many attributes, but none that a run changes.
+_WITHOUT_STATE = frozenset(
+    ("transformers", "tokenizers", "pandas", "pyarrow", "datasets", "PIL", "h5py", "lmdb", "zarr")
+)
 _ELSEWHERE = (nn.Module, Trainer, LightningDataModule, DataLoader)  # whose state is saved by others
 _MISSING = object()
 
@@ -67,6 +72,7 @@ class Attributes:
     ) -> None:
         self.roots, self.only_generators = list(roots), only_generators
         self.began = self._read() if began is None else dict(began)
+        self._unwritten: dict[str, tuple[Tensor, int]] = {}
 
     def _read(self) -> dict[str, Any]:
         owners, leaves = self._walk()
@@ -90,11 +96,13 @@ class Attributes:
         changed: dict[str, Any] = {}
         for path, leaf in leaves.items():
             began = self.began.get(path, _MISSING)
-            if leaf.value is began and type(began) in _SCALARS:
+            if (leaf.value is began and type(began) in _SCALARS) or self._is_unwritten(path, leaf.value):
                 continue
             value = _to_plain(leaf.value)
             if leaf.differs_by_process or not are_equal(value, began):
                 changed[path] = value
+            elif isinstance(leaf.value, Tensor) and not leaf.value.is_inference():
+                self._unwritten[path] = leaf.value, leaf.value._version
         for path in owners:
             if self.began.get(path) != _OBJECT:  # made in the run
                 changed[path] = _LEFT_OUT, "object", None
@@ -105,6 +113,13 @@ class Attributes:
                 if path.rpartition(".")[0] in unsure:
                     del changed[path]
         return self._classes() | changed if changed else {}
+
+    def _is_unwritten(self, path: str, value: object) -> bool:
+        """Whether a tensor has not been written to since it was found to be as it began; not if others can write it."""
+        if not isinstance(value, Tensor) or value.is_inference() or value.is_shared():
+            return False
+        tensor, version = self._unwritten.get(path, (None, 0))
+        return tensor is value and version == value._version
 
     def _classes(self) -> dict[str, str]:
         return {str(place): type(root).__name__ for place, root in enumerate(self.roots)}
@@ -196,7 +211,7 @@ def _walk(roots: list[Any]) -> tuple[dict[str, dict[str, Any]], dict[str, _Leaf]
         owner: Any = value
         if not isinstance(value, _CONTAINERS):
             owner = owners[path] = vars(value)
-        for key, item in list(_items(owner)):
+        for key, item in _items(owner):
             place = f"{path}.{key}"
             if _is_followed(item):
                 waiting.append((place, item, depth + 1))
@@ -206,8 +221,9 @@ def _walk(roots: list[Any]) -> tuple[dict[str, dict[str, Any]], dict[str, _Leaf]
     return owners, leaves
 
 
-def _items(owner: Any) -> Iterable[tuple[Any, Any]]:
-    return owner.items() if isinstance(owner, dict) else enumerate(owner)
+def _items(owner: Any) -> list[tuple[Any, Any]]:
+    # A list, made at once: a thread of the dataset may be filling the container.
+    return list(owner.items() if isinstance(owner, dict) else enumerate(owner))
 
 
 def _is_followed(value: Any) -> bool:
@@ -226,7 +242,9 @@ def _is_followed(value: Any) -> bool:
 def _is_followed_kind(kind: type) -> bool:
     if issubclass(kind, (*CODE, *_ELSEWHERE, *_GENERATORS, Tensor, np.ndarray, np.generic)):
         return False
-    return issubclass(kind, Dataset | Sampler) or not is_foreign(kind)
+    if issubclass(kind, Dataset | Sampler):
+        return True
+    return not is_foreign(kind) and kind.__module__.partition(".")[0] not in _WITHOUT_STATE
 
 
 def _is_shared(value: object) -> bool:
@@ -251,7 +269,7 @@ def are_equal(one: Any, other: Any) -> bool:
     return same_values(one, other)
 
 
-def _to_plain(value: Any) -> Any:
+def _to_plain(value: Any, largest: int = _LARGEST) -> Any:
     """Return a copy that is made of tensors and plain values: a scalar, or a tuple of a kind and contents."""
     kind = type(value)
     if kind in _SCALARS:
@@ -259,16 +277,16 @@ def _to_plain(value: Any) -> Any:
     if isinstance(value, Synchronized):
         return "shared", value.value
     if isinstance(value, Tensor):
-        if value.device.type == "cpu" and value.layout is torch.strided and value.nbytes <= _LARGEST:
+        if value.device.type == "cpu" and value.layout is torch.strided and value.nbytes <= largest:
             return "tensor", value.detach().clone()
     elif isinstance(value, np.ndarray | np.generic):
-        if value.dtype.kind in "biufc" and value.nbytes <= _LARGEST:
+        if value.dtype.kind in "biufc" and value.nbytes <= largest:
             return ("array" if isinstance(value, np.ndarray) else "scalar"), torch.from_numpy(np.array(value))
     elif isinstance(value, _GENERATORS):
         maker = "numpy.Generator" if isinstance(value, np.random.Generator) else kind.__name__
         return "generator", maker, _generator_state(value)
     elif isinstance(value, _CONTAINERS) and len(value) <= _MOST_ITEMS:
-        plain = [(_to_plain(key), _to_plain(item)) for key, item in _items(value)]
+        plain = [(_to_plain(key), _to_plain(item, _LARGEST_ITEM)) for key, item in _items(value)]
         if not any(is_left_out(key) or is_left_out(item) for key, item in plain):
             container = next(each for each in _CONTAINERS if isinstance(value, each))
             return container.__name__, plain

@@ -39,6 +39,7 @@ from lightning_fasttrain.run.checkpoint.loaders.persistent_workers import (
 )
 
 _MOST_ENTRIES = 1024  # of a tensor or container that a checksum reads
+_MOST_PARTS = 10_000  # of a batch that a checksum reads
 _REMEMBERED = 6  # positions: more than anything between the loader and the training step prefetches
 
 
@@ -501,11 +502,13 @@ def checksum(batch: object) -> int:
         >>> checksum(batch) == checksum({"ids": torch.arange(6).flip(0), "names": ["a", "b"]})
         False
     """
-    number, waiting = 0, [batch]
-    while waiting:
+    number, waiting, seen = 0, [batch], dict[int, object]()
+    while waiting and len(seen) < _MOST_PARTS:
         value = waiting.pop()
         number = zlib.crc32(_read_bytes(value), number)
-        waiting.extend(_parts(value))
+        if id(value) not in seen:  # objects may hold each other
+            seen[id(value)] = value
+            waiting.extend(_parts(value))
     return number
 
 
@@ -526,8 +529,9 @@ def _read_bytes(value: Any) -> bytes:
         is_plain = value is None or isinstance(value, bool | int | float | complex | str | bytes)
         return repr(value).encode() if is_plain else type(value).__name__.encode()
     kind = f"{value.dtype} {tuple(value.shape)}".encode()
-    if value.device.type != "cpu" or value.layout is not torch.strided or value.is_nested or value.numel() == 0:
+    is_plain = value.layout is torch.strided and not (value.is_nested or value.is_quantized)
+    if value.device.type != "cpu" or value.numel() == 0 or not is_plain:
         return kind
     # An odd step does not fall on the same column of each row.
-    some = value.detach().reshape(-1)[:: (value.numel() // _MOST_ENTRIES) | 1].contiguous()
+    some = value.detach().reshape(-1)[:: (value.numel() // _MOST_ENTRIES) | 1].resolve_conj().contiguous()
     return kind + some.view(torch.uint8).numpy().tobytes()
