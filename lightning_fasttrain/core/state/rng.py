@@ -34,11 +34,7 @@ def random_state() -> dict[str, Any]:
     with _disable_current_modes():  # under a fake mode, the tensors would have no values
         return {
             "torch": torch.get_rng_state(),
-            "python": (
-                version,
-                torch.from_numpy(np.array(numbers, dtype=np.int64)),
-                gauss,
-            ),  # 625 numbers, which one by one load slowly
+            "python": (version, torch.from_numpy(np.array(numbers, np.int64)), gauss),  # one by one they load slowly
             "numpy": (numpy[0], torch.from_numpy(numpy[1].astype(np.int64)), *numpy[2:]),
             "cuda": torch.cuda.get_rng_state_all() if cuda else [],
         }

@@ -147,7 +147,8 @@ class ResumableLoader(WrappedLoader):
         self._keeps_position = dataset_keeps and not self._is_stateful
         self._own = dataset_keeps and self._in_process
         self._own_state, self._loader_state = OwnState(), OwnState()
-        self._has_length = sized_len(loader) is not None
+        # Of other loaders it is not asked, since torch then compares it with what is read.
+        self._has_length = not self._is_stateful or sized_len(loader) is not None
         self._watched = self._in_process and streams and not self._keeps_position
         self._attributes = watch_attributes(loader, without_dataset=self._own)
         self._handed_out = self._repeats = 0
