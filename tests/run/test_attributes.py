@@ -103,14 +103,20 @@ def test_large_data_and_models_are_not_walked_through():
         def __init__(self):
             self.samples = [Part() for _ in range(1000)]
             self.encoder = torch.nn.Linear(2, 2)
-            self.text = list("abc" * 1000)
+            self.text = list(range(3000))
+            self.weights, self.array = torch.arange(2.0**19), np.arange(2.0**19)
+            self.view, self.sparse = torch.ones(2**10, 2**10).t(), torch.eye(2**10).to_sparse()
+            self.objects = np.array([Part(), None], dtype=object)
 
-    assert Attributes([Large()]).began == {
-        "0": ("object",),
-        "0.samples": ("left out", "list", 1000),
-        "0.encoder": ("left out", "Linear", None),
-        "0.text": ("left out", "list", 3000),
-    }
+    large = Large()
+    watched = Attributes([large])
+    assert sorted(watched.began) == sorted(["0", *(f"0.{name}" for name in vars(large))])
+    assert all(module.is_left_out(value) for value in watched.began.values())
+    assert watched.changes() == {}
+    random.Random(1).shuffle(large.text)
+    large.weights.mul_(2)
+    large.array += 1
+    assert sorted(watched.changes()) == ["0", "0.array", "0.text", "0.weights"]
 
 
 def test_tensors_that_are_written_or_replaced_are_noticed_each_time():

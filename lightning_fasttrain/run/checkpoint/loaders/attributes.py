@@ -1,6 +1,7 @@
 """Attributes of datasets and samplers that change in a run, as plain values: epochs, counters, generators."""
 
 import functools
+import math
 import random
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -27,6 +28,7 @@ _MOST_ITEMS = 256  # of a container; larger ones hold data
 _MOST_VALUES = 1000  # that are read of the objects together
 _LARGEST = 2**20  # bytes of a tensor or array
 _LARGEST_ITEM = 2**14  # bytes of those in containers
+_SOME = 64  # entries of a large value that are compared
 _DEEPEST = 6
 _LEFT_OUT = "left out"  # the kind of a value that a checkpoint cannot hold
 _OBJECT = ("object",)  # stands for an object with attributes
@@ -116,7 +118,7 @@ class Attributes:
 
     def _is_unwritten(self, path: str, value: object) -> bool:
         """Whether a tensor has not been written to since it was found to be as it began; not if others can write it."""
-        if not isinstance(value, Tensor) or value.is_inference() or value.is_shared():
+        if not isinstance(value, Tensor) or value.is_inference() or _is_shared(value):
             return False
         tensor, version = self._unwritten.get(path, (None, 0))
         return tensor is value and version == value._version
@@ -248,7 +250,9 @@ def _is_followed_kind(kind: type) -> bool:
 
 
 def _is_shared(value: object) -> bool:
-    return isinstance(value, Synchronized) or (isinstance(value, Tensor) and value.is_shared())
+    if isinstance(value, Tensor):
+        return value.layout is torch.strided and value.is_shared()  # a sparse tensor has no storage of its own
+    return isinstance(value, Synchronized)
 
 
 def is_left_out(value: object) -> bool:
@@ -290,7 +294,25 @@ def _to_plain(value: Any, largest: int = _LARGEST) -> Any:
         if not any(is_left_out(key) or is_left_out(item) for key, item in plain):
             container = next(each for each in _CONTAINERS if isinstance(value, each))
             return container.__name__, plain
-    return _LEFT_OUT, kind.__name__, len(value) if isinstance(value, _CONTAINERS) else None
+    return _LEFT_OUT, kind.__name__, _read_some(value)
+
+
+def _read_some(value: Any) -> Any:
+    """Return something that is likely to change with the contents of a large value, such as the order of its items."""
+    if isinstance(value, list | tuple):
+        some = value[:: len(value) // _SOME + 1]
+        return len(value), repr([item for item in some if type(item) in _SCALARS])
+    if isinstance(value, _CONTAINERS):
+        return len(value)
+    if not isinstance(value, Tensor | np.ndarray):
+        return None
+    if isinstance(value, Tensor):
+        is_read = value.device.type == "cpu" and value.layout is torch.strided and value.is_contiguous()
+    else:
+        is_read = value.dtype.kind in "biufcSU" and value.flags.c_contiguous
+    if not is_read:
+        return tuple(value.shape)
+    return tuple(value.shape), repr(value.reshape(-1)[:: math.prod(value.shape) // _SOME + 1].tolist())
 
 
 def _from_plain(value: Any) -> Any:
