@@ -28,7 +28,7 @@ from lightning_fasttrain.core.modules.wrapped_forward import (
     wrappers_on,
 )
 from lightning_fasttrain.loss.chunked import autocast_dtype
-from lightning_fasttrain.loss.deferred_logits import DeferredLogits, scale_bias
+from lightning_fasttrain.loss.deferred_logits import DeferredLogits, NeedsValuesError, scale_bias
 from lightning_fasttrain.loss.linear_cross_entropy import BACKENDS, linear_cross_entropy
 from lightning_fasttrain.loss.logit_losses import MiscompiledError
 from lightning_fasttrain.technique import Exactness, Setting, Surgery, Technique
@@ -139,7 +139,8 @@ def _watch_function(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[
     except Exception as error:
         # Training with deferred logits would raise the error, too.
         for one in watched:
-            one.evidence.refused = one.evidence.refused or _refused_in(error, func)
+            use = error.use if isinstance(error, NeedsValuesError) else func.__name__
+            one.evidence.refused = one.evidence.refused or use
         return result
     return _mark(result, deferred, watched[0].evidence)
 
@@ -217,11 +218,6 @@ def _do_likewise(func: Callable[..., object], args: Sequence[object], kwargs: Ma
     return func(*args, **kwargs)
 
 
-def _refused_in(error: Exception, func: Callable[..., Any]) -> str:
-    refused, found, _ = str(error).partition(" of deferred logits")
-    return refused if found else func.__name__
-
-
 @check_arguments
 def fuse_loss_head_(
     model: nn.Module,
@@ -264,7 +260,7 @@ def fuse_loss_head_(
     Raises:
         ValueError: no layer has that name, or no linear layer can be the head.
         TypeError: a head is not an ``nn.Linear``.
-        RuntimeError: in training, if logits are used for anything other than a cross-entropy.
+        RuntimeError: in training, if a custom ``torch.autograd.Function`` uses the logits.
 
     Example:
         >>> net = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9))
@@ -366,8 +362,18 @@ class FusedHead(WrappedForward):
             return self._look_for_loss(input, self.search)
         autocast = autocast_dtype(input.device)
         # Under Fabric, cross_entropy is called outside of the autocast in which the model runs.
-        loss_of = functools.partial(self.loss_of, autocast)
-        return DeferredLogits(input, self.module.out_features, autocast or input.dtype, loss_of)
+        return DeferredLogits(
+            input,
+            self.module.out_features,
+            autocast or input.dtype,
+            functools.partial(self.loss_of, autocast),
+            values_of=functools.partial(self._values_of, autocast),
+            adds_to_loss=self.options["z_loss"] > 0,
+        )
+
+    def _values_of(self, autocast: torch.dtype | None, hidden: Tensor) -> Tensor:
+        with torch.autocast(hidden.device.type, dtype=autocast, enabled=autocast is not None):
+            return self.module(hidden, then=self.inner)
 
     def _look_for_loss(self, input: Tensor, search: HeadSearch) -> Tensor:
         """Return the plain output, watched as long as this layer may be the head."""
