@@ -28,6 +28,22 @@ class Llama(base.Net):
         return self.net(tokens, attention_mask=mask, labels=tokens.masked_fill(mask == 0, -100)).loss
 
 
+class Padded(base.Net):
+    """A Llama whose batches are padded; after cutting, they may have as many tokens as a head has features."""
+
+    def __init__(self):
+        super().__init__("llama", **{**HEADS, "num_key_value_heads": 2})
+
+    def loss(self, batch):
+        return self.net(**batch).loss
+
+    @staticmethod
+    def batches():
+        tokens = torch.randint(base.VOCABULARY, (4, 8), generator=torch.Generator().manual_seed(3))
+        mask = (torch.arange(8) < torch.tensor([[8], [5], [3], [4]])).long()
+        return [{"input_ids": tokens, "attention_mask": mask, "labels": tokens.masked_fill(mask == 0, -100)}] * 2
+
+
 class Translator(base.Net):
     """A BART whose decoder reads the encoder's output of as many tokens as it has itself, or of fewer."""
 
@@ -151,7 +167,21 @@ def beside_others(found, folder):
     found["context with QLoRA"] = largest_difference({n: weights(alone)[n] for n in adapted}, adapted)
     found["context QLoRA moved"] = max(value.abs().max().item() for n, value in adapted.items() if "lora_B" in n)
     in_fabric(found, folder)
+    padded(found)
     refused(found)
+
+
+def padded(found):
+    """Cut padding off to lengths that the ranks of a group can share, where no multiple is asked for."""
+    alone = Padded()
+    base.trainer(strategy=SingleDeviceStrategy("cpu")).fit(alone, as_loader(Padded.batches()))
+    divided = {"tensor_parallel": 2, "sequence_parallel": True}
+    for name, options in (("context", {"context_parallel": 2}), ("sequence", divided)):
+        micro = ft.MicroBatching(4, trim_padding=ft.data.TrimPadding(multiple_of=1))
+        module = Padded()
+        fit(module, [micro], strategy=FSDP2Strategy(**options), batches=Padded.batches())
+        found[f"{name} with padding"] = largest_difference(weights(alone), base.whole(module))
+        found[f"{name} saved"] = micro.trimming.saved
 
 
 def in_fabric(found, folder):

@@ -418,6 +418,12 @@ def test_techniques_beside_shares_of_sequences_train_as_in_one_process(two, tech
     assert two[0]["context QLoRA moved"] > 1e-3
 
 
+@pytest.mark.parametrize("kind", ["context", "sequence"])
+def test_padding_is_cut_to_lengths_that_ranks_can_share(two, kind):
+    assert largest(two, f"{kind} with padding") < 1e-5
+    assert two[0][f"{kind} saved"] == pytest.approx(1 - (8 + 6 + 4 + 4) / 32)
+
+
 def test_shares_of_sequences_train_clip_save_and_load_in_fabric(two):
     assert largest(two, "context in fabric") < 1e-6
 

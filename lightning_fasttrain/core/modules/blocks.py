@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import groupby
 
 from torch import nn
@@ -24,6 +24,7 @@ from lightning_fasttrain.core.modules.select import (
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_RANKS = "_ranks_of_tokens"
 _A_KIND = 0.05  # of the parameters in blocks; what has fewer, such as two heads, is no kind of block of its own
 _WORTH_A_WORD = 0.01  # of the model's parameters, where it is not in a block
 
@@ -288,6 +289,16 @@ def _match_blocks(model: nn.Module, blocks: Blocks) -> dict[str, nn.Module]:
         if any(is_wanted(name, module, one) for one in wanted):
             found[name] = module
     return keep_outermost(found)
+
+
+def divide_lengths_by_(block: nn.Module, ranks: int) -> None:
+    """Let :func:`length_divisor` know that so many ranks have equal shares of the tokens of a block's input."""
+    setattr(block, _RANKS, ranks)
+
+
+def length_divisor(models: Iterable[nn.Module]) -> int:
+    """Return the number of which the models need multiples as lengths of sequences; 1 for any length."""
+    return math.lcm(*(getattr(module, _RANKS, 1) for model in models for module in model.modules()))
 
 
 def disable_cache_(model: nn.Module) -> dict[str, Undo]:

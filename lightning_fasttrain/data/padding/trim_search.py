@@ -1,5 +1,6 @@
 """Decide during a run whether padding is cut off, and cut the batches."""
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from lightning_fasttrain.core.batch.padding_share import group_rows, group_rows_
 from lightning_fasttrain.core.checks import PositiveInt, check_arguments
 from lightning_fasttrain.core.distributed import from_all_ranks
 from lightning_fasttrain.core.messages import explain, say, warn
+from lightning_fasttrain.core.modules.blocks import length_divisor
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit
 from lightning_fasttrain.data.padding.try_trimming import (
     Outcome,
@@ -102,6 +104,7 @@ class TrimSearch:
         self.how = TrimPadding()
         if isinstance(wanted, TrimPadding):
             self.how, wanted = wanted, True
+        self.multiple_of = self.how.multiple_of  # of lengths; also of the ranks that share the tokens of a sequence
         self.wanted = wanted
         self.max_tokens = max_tokens
         self.padding: Padding | None = None
@@ -168,7 +171,10 @@ class TrimSearch:
         # A batch with other tensors may be padded in another way.
         is_known = self.padding is not None and self.padding.read(batch) is not None
         candidates = [self.padding] if self.padding is not None and is_known else self._list_candidates(batch)
-        found, outcome = find_trimming(stage, batch, split, candidates, most_rows, self.how.multiple_of)
+        ranks = length_divisor(stage.models)
+        self.multiple_of = math.lcm(self.how.multiple_of, ranks)
+        multiples = (ranks, self.multiple_of)
+        found, outcome = find_trimming(stage, batch, split, candidates, most_rows, multiples)
         if found is not None:
             self._say_found(found, outcome, batch, "gradient" if stage.gradients else "loss")
             self.padding = found
@@ -218,7 +224,7 @@ class TrimSearch:
         extents = self.padding and self.padding.read(batch)
         if self.padding is not None and extents is None:
             self._warn_of_other_batch(self.padding)
-        is_cut = extents is not None and extents.may_be_cut(self.how.multiple_of)
+        is_cut = extents is not None and extents.may_be_cut(self.multiple_of)
         rows: list[list[int]] = []
         if extents is not None and is_cut:
             rows = self._group(extents, n)
@@ -226,12 +232,12 @@ class TrimSearch:
             n = self._agree(len(rows) or n, batch_size(batch))
         if in_lockstep and extents is not None and rows:
             if len(rows) > n:
-                rows = group_rows_evenly(extents, n, self.how.multiple_of)
+                rows = group_rows_evenly(extents, n, self.multiple_of)
             rows = split_groups(rows, n)
         if extents is None or not rows:
             self._note(batch, extents, None)
             return WholeParts(split(batch, n))
-        trimmed = trim_batch(batch, extents, rows, self.how.multiple_of)
+        trimmed = trim_batch(batch, extents, rows, self.multiple_of)
         self._note(batch, extents, trimmed)
         return trimmed
 
@@ -249,10 +255,10 @@ class TrimSearch:
 
     def _group(self, extents: Extents, n: int) -> list[list[int]]:
         if self.max_tokens is None:
-            return group_rows_evenly(extents, n, self.how.multiple_of)
+            return group_rows_evenly(extents, n, self.multiple_of)
         # The budget does not count what else is in a row, so there are no more rows than with padding.
         most_rows = -(-len(extents.rows) // n) if extents.has_more else None
-        return group_rows(extents, self.max_tokens, self.how.multiple_of, most_rows=most_rows)
+        return group_rows(extents, self.max_tokens, self.multiple_of, most_rows=most_rows)
 
     def _note(self, batch: object, extents: Extents | None, trimmed: TrimmedParts | None) -> None:
         padded = extents.padded if extents is not None else _count_padded(batch)
@@ -269,7 +275,7 @@ class TrimSearch:
         extents = self.padding and self.padding.read(batch)
         if extents is None:
             return 1.0
-        return extents.share_of(self._group(extents, n), self.how.multiple_of)
+        return extents.share_of(self._group(extents, n), self.multiple_of)
 
     def _warn_of_other_batch(self, padding: Padding) -> None:
         if not self._has_warned:

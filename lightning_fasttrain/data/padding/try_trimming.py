@@ -66,7 +66,7 @@ def find_trimming(
     split: LossSplit,
     candidates: list[Padding],
     most_rows: int,
-    multiple_of: int,
+    multiples: tuple[int, int],
 ) -> tuple[Padding | None, Outcome]:
     """Return the padding that can be cut off with the same gradient, and what was seen of the last one tried.
 
@@ -78,13 +78,13 @@ def find_trimming(
         split: how the loss is split.
         candidates: what is tried: all axes together, then one axis at a time.
         most_rows: number of rows that is known to fit in memory.
-        multiple_of: a length that the step may need multiples of.
+        multiples: lengths that the step certainly needs multiples of, and that it may need multiples of.
     """
     candidates = _agree(candidates)
     if not candidates:
         return None, Outcome(is_known=False)
     together, *alone = candidates
-    outcome = _try_together(stage, batch, split, together, most_rows, multiple_of)
+    outcome = _try_together(stage, batch, split, together, most_rows, multiples)
     if not outcome.why_not:
         return together, outcome
     if not outcome.is_known:
@@ -94,7 +94,7 @@ def find_trimming(
     for candidate in alone:
         if any(axis.members == candidate.axes[0].members for axis in accepted):
             continue
-        other = _try_together(stage, batch, split, candidate, most_rows, multiple_of)
+        other = _try_together(stage, batch, split, candidate, most_rows, multiples)
         if not other.why_not:
             accepted += candidate.axes
             found = other
@@ -133,23 +133,26 @@ def _agree(candidates: list[Padding]) -> list[Padding]:
 
 
 def _try_together(
-    stage: Stage, batch: object, split: LossSplit, padding: Padding, most_rows: int, multiple_of: int
+    stage: Stage, batch: object, split: LossSplit, padding: Padding, most_rows: int, multiples: tuple[int, int]
 ) -> Outcome:
     """Try on this rank's samples, and return the worst outcome of all ranks."""
     # Where forwards communicate, all ranks must run them, or none.
     if not all(from_all_ranks([padding.read(batch) is not None])):
         return Outcome(f"a batch has no {padding}", is_known=False)
-    return _try(stage, batch, split, padding, most_rows, multiple_of).of_all_ranks()
+    return _try(stage, batch, split, padding, most_rows, multiples).of_all_ranks()
 
 
-def _try(stage: Stage, batch: object, split: LossSplit, padding: Padding, most_rows: int, multiple_of: int) -> Outcome:
+def _try(
+    stage: Stage, batch: object, split: LossSplit, padding: Padding, most_rows: int, multiples: tuple[int, int]
+) -> Outcome:
+    needed, rounded = multiples
     extents = padding.read(batch)
     assert extents is not None
     tried = _Rows(replace(stage, in_turn=False), batch, split, extents, most_rows)
-    outcome, has_failed = tried.try_multiple(1)
+    outcome, has_failed = tried.try_multiple(needed)
     # Models that need a multiple of some length are tried with that, all others with the exact lengths.
-    if has_failed and stage.gradients and multiple_of > 1:
-        outcome, _ = tried.try_multiple(multiple_of)
+    if has_failed and stage.gradients and rounded > needed:
+        outcome, _ = tried.try_multiple(rounded)
     return outcome
 
 
@@ -181,7 +184,7 @@ class _Rows:
             outcome = _compare(self.stage, trial, self.split)
             if outcome.error > _SURE and outcome.why_not:
                 outcome = _explain_labels(outcome, self.batch, self.extents, rows)
-                outcome = _name_module(outcome, self.stage, self.batch, self.extents, rows[0])
+                outcome = _name_module(outcome, self.stage, self.batch, self.extents, rows[0], multiple)
             if outcome.why_not:
                 return outcome, trial.failed
         return outcome, False
@@ -261,11 +264,11 @@ def _error_of(split: LossSplit, trial: Trial) -> float:
     return trial.error(split.list_weights)
 
 
-def _name_module(outcome: Outcome, stage: Stage, batch: object, extents: Extents, row: int) -> Outcome:
+def _name_module(outcome: Outcome, stage: Stage, batch: object, extents: Extents, row: int, multiple: int) -> Outcome:
     """Name the first module whose output for the same entries of a row depends on the padding beside them."""
     if not stage.gradients:
         return outcome  # ranks with sharded parameters must run the same number of forwards
-    trimmed = trim_batch(batch, extents, [[row]], 1)
+    trimmed = trim_batch(batch, extents, [[row]], multiple)
     try:
         whole = _list_outputs(stage, pick_rows(batch, [row]))
         short = _list_outputs(stage, trimmed.parts[0])

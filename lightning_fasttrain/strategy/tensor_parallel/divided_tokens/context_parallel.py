@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only, tree_map_with_path
 
 from lightning_fasttrain.architecture.auxiliary_loss import ForwardWithLoss, ModuleWithLoss
 from lightning_fasttrain.core.messages import explain
@@ -140,6 +140,7 @@ class DividedBlock(WrappedForward):
         self._kind = type(block).__name__  # FSDP2 makes it one of its own
         self.attention = ExchangedAttention(group)
         self._compared = False
+        self._axes: dict[object, int | None] = {}  # place of an argument → its axis of tokens
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         args, kwargs = self._divide(args, kwargs)
@@ -155,17 +156,26 @@ class DividedBlock(WrappedForward):
             why = "attention may take a single token on a rank for a step of generation, and not mask others"
             raise ValueError(explain(what, why, "Pad sequences, as by pad_to_multiple_of="))
 
-        def divide(value: object) -> object:
+        def divide(place: Any, value: object) -> object:
             if not isinstance(value, Tensor) or value is hidden:
                 return value
-            axis = axis_of_tokens(value, share * self.group.size())
+            axis = self._axis_of(place, value, share * self.group.size())
             if axis is None:
                 return value
             if value.requires_grad:  # such as the encoder's output in a decoder
                 return take_tokens(value, self.group, axis, averaged=True)
             return value.narrow(axis, self.group.rank() * share, share)
 
-        return tree_map(divide, without_cache((args, kwargs)))
+        return tree_map_with_path(divide, without_cache((args, kwargs)))
+
+    def _axis_of(self, place: Any, value: Tensor, tokens: int) -> int | None:
+        """Return the axis of tokens of an argument, also where it has as many features as tokens, as a mask has."""
+        axis = axis_of_tokens(value, tokens)
+        if axis is None and value.is_floating_point() and value.ndim <= 3 and value.shape[-2:] == (tokens, tokens):
+            is_table = len(place) > 2  # in a tuple of rotary tables
+            return self._axes.get(place, value.ndim - 2 if is_table else None)
+        self._axes[place] = axis
+        return axis
 
     @torch.no_grad()
     def compare_once(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

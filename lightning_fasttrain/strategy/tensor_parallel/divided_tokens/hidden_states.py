@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.blocks import divide_lengths_by_
 from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, wrappers_on
 from lightning_fasttrain.strategy.tensor_parallel.styles import gather_tokens
 
@@ -67,6 +68,7 @@ class HiddenStates:
 
     def divide_(self, stack: list[nn.Module]) -> None:
         """Register the hooks of the blocks."""
+        divide_lengths_by_(stack[0], self.group.size())
         for block in stack:
             kind = type(block).__name__  # FSDP2 makes it one of its own
             block.register_forward_pre_hook(self._before(kind, block is stack[0]), with_kwargs=True)
