@@ -256,9 +256,9 @@ def _memory_of(parameter: nn.Parameter) -> tuple[int, int, int]:
     if not parameter.numel():
         return id(parameter), 0, 1
     steps = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
-    start = parameter.storage_offset() * parameter.itemsize
+    start = int(parameter.storage_offset()) * parameter.itemsize
     # ``_cdata`` distinguishes storages on the meta device, which have no memory and a ``data_ptr()`` of 0.
-    return parameter.untyped_storage()._cdata, start, start + (steps + 1) * parameter.itemsize
+    return parameter.untyped_storage()._cdata, start, start + (int(steps) + 1) * parameter.itemsize
 
 
 Places = list[tuple[nn.Module, str, nn.Module]]

@@ -3,6 +3,7 @@
 import copy
 import re
 import warnings
+from collections import Counter
 from collections.abc import Collection, Iterable
 from contextlib import ExitStack
 from itertools import chain
@@ -15,7 +16,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.files.safe_load import first_line
 from lightning_fasttrain.core.host.late_parameters import notices_late_parameters
-from lightning_fasttrain.core.messages import explain, say
+from lightning_fasttrain.core.messages import explain, list_some, say, warn
 from lightning_fasttrain.core.modules.heads import find_heads
 from lightning_fasttrain.core.modules.parameters import count_parameters
 from lightning_fasttrain.core.modules.select import (
@@ -369,6 +370,17 @@ def adapter_state(root: nn.Module, name: str) -> dict[str, Tensor]:
     return {key: tensor for key, tensor in state.items() if not is_inside(key, again)}
 
 
+def warn_of_what_peft_misses(root: nn.Module) -> None:
+    """Warn of adapters of modules in several places, which PEFT would add in the first place only."""
+    sharing, held = Sharing(root), Counter(child for _, _, child in list_places(root))
+    for module, number in held.items():
+        if number > 1 and is_a(module, TUNER, WRAPPER):
+            first, *others = sharing.names[module]
+            why = f"it is also {list_some(list(map(repr, others)))}, and PEFT would adapt '{first}' alone"
+            way_out = "Load the file with load_adapter_, or export the model with export_model"
+            warn(explain(f"save_adapter: '{first}' has an adapter", why, way_out))
+
+
 def _inject(config: "PeftConfig", root: nn.Module, name: str) -> None:
     peft = require_peft()
     with ExitStack() as stack, warnings.catch_warnings():
@@ -407,7 +419,7 @@ def _share_rows_(root: Any, name: str) -> None:
 
     PEFT does so for the modules that the configuration ties to the embedding it finds, which for Marian are not all.
     """
-    embedding = root.get_input_embeddings() if is_a(root, HUGGING_FACE_MODEL) else None
+    embedding: Any = root.get_input_embeddings() if is_a(root, HUGGING_FACE_MODEL) else None
     if not is_a(embedding, _ROWS):
         return
     rows, places = embedding.token_adapter, list_places(root)

@@ -23,6 +23,7 @@ from lightning_fasttrain.finetune.adapters.add_adapter import (
     adapter_state,
     add_adapter_,
     use_prompt_,
+    warn_of_what_peft_misses,
 )
 from lightning_fasttrain.finetune.files.adapter_config import read_config, refuse_unrepeatable, written_config
 from lightning_fasttrain.finetune.files.adapter_folder import (
@@ -112,6 +113,7 @@ def save_adapter(model: nn.Module, folder: Folder, *, name: str | None = None) -
         raise ValueError(explain(f"adapter '{name}'", why, "Save it with the PeftModel's save_pretrained")) from error
     _warn_of_what_is_left_out(model, {f"{prefix}{key}" for key in state})
     refuse_shards(state)
+    warn_of_what_peft_misses(root)
     before = "" if config.is_prompt_learning else PREFIX  # PEFT's prefix in files
     tensors = {f"{before}{key}": tensor.detach() for key, tensor in state.items()}
     write_adapter(target, tensors, written_config(config, plain_model(root)), root)
