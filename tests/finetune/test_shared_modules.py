@@ -246,6 +246,12 @@ def test_failed_adapter_leaves_every_place_as_it_was(monkeypatch):
     assert model.up is model.down is up
 
 
+def test_parts_of_one_buffer_are_not_shared():
+    model, flat = Mirror(), torch.randn(2, 64, 64)
+    model.up.weight, model.mid.weight = nn.Parameter(flat[0]), nn.Parameter(flat[1])
+    assert add_adapter_(model, lora(), ["up", "mid"]) == ["up", "mid"]
+
+
 def test_views_of_one_tensor_are_refused():
     model = Mirror()
     model.mid.weight = nn.Parameter(model.up.weight.detach()[:])

@@ -189,7 +189,7 @@ def find_skipped(model: nn.Module, skip: Blocks) -> set[str]:
 
 
 class Sharing:
-    """What a model holds under several names: modules in several places, and parameters that share memory.
+    """All names of a model's modules, and of its parameters that several names or overlapping memory share.
 
     BART's embedding, for example, is one module in three places after ``resize_token_embeddings``, and the weight of a
     tied head is that of the embedding.
@@ -212,6 +212,11 @@ class Sharing:
         for name, module in model.named_modules(remove_duplicate=False):
             self.names.setdefault(module, []).append(name)
         self.groups = _group_by_memory(dict(model.named_parameters(remove_duplicate=False)))
+        self._inside: dict[str, set[int]] = {}  # name of a module → numbers of the groups inside of it
+        for number, group in enumerate(self.groups):
+            for name in group:
+                for above in ("", *list_names_above(name)):
+                    self._inside.setdefault(above, set()).add(number)
 
     def places(self, modules: Iterable[nn.Module]) -> set[str]:
         """Return all names of these modules."""
@@ -219,8 +224,8 @@ class Sharing:
 
     def inside(self, modules: Iterable[nn.Module]) -> list[dict[str, nn.Parameter]]:
         """Return the groups of which a parameter lies in one of these modules."""
-        places = self.places(modules)
-        return [group for group in self.groups if any(is_part_of(name, places) for name in group)]
+        found = {number for place in self.places(modules) for number in self._inside.get(place, ())}
+        return [self.groups[number] for number in sorted(found)]
 
     def outside(self, modules: Collection[nn.Module]) -> list[str]:
         """Return the names of parameters outside of these modules that share memory with a parameter inside."""

@@ -96,8 +96,9 @@ def add_adapter_(
     The adapter layers are PEFT's. This function chooses the layers and freezes the rest, so that it accepts any module:
     a Hugging Face model, a ``LightningModule`` that holds one, or a network of your own. The adapted module is the
     Hugging Face model inside, else the one child of a ``LightningModule`` that holds all targets, else ``model``
-    itself; adapter files name layers relative to it. Frozen BatchNorm keeps its statistics; the adapter's dropout
-    is on, whether the model is in train or in eval mode.
+    itself; adapter files name layers relative to it. A module in several places, such as BART's embedding after
+    ``resize_token_embeddings``, has one adapter in all of them; files call it by its first name. Frozen BatchNorm keeps
+    its statistics; the adapter's dropout is on, whether the model is in train or in eval mode.
 
     Args:
         model: any module. Its output is bitwise unchanged by an adapter that starts at zero, as LoRA does.
@@ -119,9 +120,9 @@ def add_adapter_(
         returned and the model is not changed.
 
     Raises:
-        ValueError: nothing matches; a target is tied to another layer, or lies in a module of ``train``; the rank
-            exceeds a layer's size; an initialization that needs data gets none; an adapter of this name with other
-            settings, or an adapter of another kind, exists.
+        ValueError: nothing matches; a target, or a module whose rows train, is tied to a module that would not train
+            with it; a target lies in a module of ``train``; the rank exceeds a layer's size; an initialization that
+            needs data gets none; an adapter of this name with other settings, or an adapter of another kind, exists.
         TypeError: ``config`` is not a PEFT configuration, or PEFT has no such adapter for a target's class.
         ModuleNotFoundError: PEFT is not installed.
 
@@ -241,10 +242,11 @@ def _fill_in_(
 
 def _as_first_name(end: str, root: nn.Module) -> str:
     """Return the ending of a module's name, or its first name if only other names of it end so."""
-    names = list(Sharing(root).names.values())
-    if any(first.endswith(end) for first, *_ in names):
+    firsts = {name: names[0] for names in Sharing(root).names.values() for name in names}
+    ending = [name for name in firsts if name.endswith(end)]
+    if not ending or any(firsts[name] == name for name in ending):
         return end
-    return next((first for first, *others in names if any(other.endswith(end) for other in others)), end)
+    return firsts[ending[0]]
 
 
 def adapted_modules(model: nn.Module) -> dict[str, nn.Module]:

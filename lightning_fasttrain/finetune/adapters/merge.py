@@ -101,9 +101,10 @@ def merge_adapters_(
         A report of the merged adapters and layers, and of the measured error.
 
     Raises:
-        ValueError: adapters are already merged, disabled, or would make a weight infinite or NaN; a name is unknown;
-            ``into`` is missing or unused; ``original`` lacks a layer or belongs to another model.
-        TypeError: PEFT cannot merge this kind of adapter into that layer.
+        ValueError: adapters are already merged, disabled, or would make a weight infinite or NaN; a weight has an
+            adapter under some of its names only; a name is unknown; ``into`` is missing or unused; ``original`` lacks a
+            layer or belongs to another model.
+        TypeError: PEFT cannot merge this kind of adapter into that layer, or a parametrization computes its weight.
 
     Example:
         >>> import peft, torch, lightning_fasttrain as ft

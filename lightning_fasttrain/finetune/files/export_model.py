@@ -57,8 +57,8 @@ def export_model(model: nn.Module, folder: Folder, *, dtype: torch.dtype | None 
     Raises:
         TypeError: there is no Hugging Face model in ``model``, or PEFT cannot merge this kind of adapter.
         ValueError: ``model`` holds several, or virtual tokens of prompt or prefix tuning; the folder is in use; weights
-            are sharded, or are quantised and no ``dtype`` is given; the configuration's class has other weights; a
-            merged weight would be infinite or NaN.
+            are sharded, or are quantised and no ``dtype`` is given; the configuration's class has other weights, or
+            ties weights that were trained apart; a merged weight would be infinite or NaN.
 
     Example:
         >>> import transformers, lightning_fasttrain as ft
