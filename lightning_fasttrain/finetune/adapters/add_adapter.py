@@ -5,7 +5,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -421,7 +421,10 @@ def _share_rows_(root: Any, name: str) -> None:
 
     PEFT does so for the modules that the configuration ties to the embedding it finds, which for Marian are not all.
     """
-    embedding: Any = root.get_input_embeddings() if is_a(root, HUGGING_FACE_MODEL) else None
+    embedding: Any = None
+    if is_a(root, HUGGING_FACE_MODEL):
+        with suppress(NotImplementedError):  # models of images and sound have no such embedding
+            embedding = root.get_input_embeddings()
     if not is_a(embedding, _ROWS):
         return
     rows, places = embedding.token_adapter, list_places(root)
