@@ -1,5 +1,6 @@
 """Turn the MLPs of a dense model into sparse experts that start as copies of them."""
 
+import itertools
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -13,7 +14,7 @@ from lightning_fasttrain.core.checks import NonNegativeFloat, PositiveInt, check
 from lightning_fasttrain.core.host.late_parameters import notices_late_parameters
 from lightning_fasttrain.core.messages import explain, list_some, number_of
 from lightning_fasttrain.core.modules.blocks import Blocks
-from lightning_fasttrain.core.modules.select import CONV1D, as_list, find_skipped, is_a
+from lightning_fasttrain.core.modules.select import CONV1D, Sharing, as_list, find_skipped, is_a, is_part_of
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.technique import Capability, Conflict, Exactness, Surgery, Technique
 from lightning_fasttrain.technique.declarations import Facts, PredictedStep, why_no_blocks
@@ -89,9 +90,11 @@ def upcycle_(
         why = f"a token cannot have more experts than there are ({experts})"
         raise ValueError(explain(f"top_k={top_k}", why, f"Use top_k={experts}, or more experts"))
     found = _find(model, every, blocks, skip)
+    sharing = Sharing(model)
     for name, mlp in found:
         for layer in (*mlp.first, mlp.last):
             _refuse_layer(model, f"{name}.{layer}")
+            _refuse_shared(sharing, model, name, layer)
     changed: list[str] = []
     for name, mlp in found:
         changed += _replace_(model, name, mlp, (experts, top_k, balance, z_loss))
@@ -124,10 +127,18 @@ def _refuse_layer(model: nn.Module, name: str) -> None:
     if beside and len(list(around.children())) == 1:
         why = f"'{above}' ({type(around).__name__}) combines its output with weights of its own ({list_some(beside)})"
         raise TypeError(explain(f"'{name}'", f"{why}, as adapters do", "Call upcycle_ before they are added"))
-    own = set(layer.parameters())
-    sharing = [place for place, module in model.named_modules() if own.intersection(module._parameters.values())]
-    if len(sharing) > 1:
-        why = f"it shares its weight with {list_some([repr(place) for place in sharing if place != name])}"
+
+
+def _refuse_shared(sharing: Sharing, model: nn.Module, block: str, layer: str) -> None:
+    """Refuse a layer that another layer shares its weight with, or that another block holds too."""
+    name = f"{block}.{layer}"
+    own, inside = sharing.names[model.get_submodule(name)], sharing.names[model.get_submodule(block)]
+    others: dict[str, None] = {}
+    for key in itertools.chain.from_iterable(sharing.inside([model.get_submodule(name)])):
+        if not (is_part_of(key, own) and is_part_of(key, inside)):
+            others[repr(key.rpartition(".")[0])] = None
+    if others:
+        why = f"it shares its weight with {list_some(list(others))}"
         raise ValueError(explain(f"'{name}'", why, "Leave it out with skip="))
 
 

@@ -11,7 +11,7 @@ from lightning_fasttrain.core.messages import explain, list_some, note_once, num
 from lightning_fasttrain.core.modules.blocks import Blocks, find_blocks
 from lightning_fasttrain.core.modules.heads import heads_beside, is_inside, warn_of_blocks_beyond
 from lightning_fasttrain.core.modules.parameters import parameters_of_kinds
-from lightning_fasttrain.core.modules.select import as_list, find_module, matches_pattern
+from lightning_fasttrain.core.modules.select import Sharing, as_list, find_module, matches_pattern, modules_of
 
 # Other norms have one-dimensional parameters anyway.
 _NORMS = (nn.LayerNorm, nn.RMSNorm)
@@ -66,13 +66,13 @@ def decay_groups(
     if not names:
         why = "all its parameters are frozen"
         raise ValueError(explain(f"decay_groups of {type(model).__name__}", why, "Unfreeze some, or use frozen=True"))
-    always, never = _match_names(names, decayed, "decayed"), _match_names(names, spared, "spared")
+    always, never = _match_names(model, names, decayed, "decayed"), _match_names(model, names, spared, "spared")
     undecayed = never_decayed(model)
     members: dict[str, dict[str, Tensor]] = {"decay": {}, "no_decay": {}}
     for name, parameter in names.items():
         label = "decay"
         # Names given by the user take precedence over the search.
-        if name in never or (name not in always and parameter in undecayed):
+        if parameter in never or (parameter not in always and parameter in undecayed):
             label = "no_decay"
         members[label][name] = parameter
     if weight_decay > 0:
@@ -94,12 +94,16 @@ def _note_decay(weight_decay: float, members: dict[str, dict[str, Tensor]], matr
     note_once(f"decay_groups: weight decay {weight_decay} on {count}, none on {len(members['no_decay'])}{spoken}")
 
 
-def _match_names(names: Iterable[str], wanted: str | Iterable[str], argument: str) -> set[str]:
-    found: set[str] = set()
+def _match_names(
+    model: nn.Module, known: dict[str, nn.Parameter], wanted: str | Iterable[str], argument: str
+) -> set[Tensor]:
+    """Return those of the ``known`` parameters that a pattern means by any of their names."""
+    listed, found = set(known.values()), set[Tensor]()
     for pattern in as_list(wanted):
-        matches = {name for name in names if matches_pattern(name, pattern)}
+        named = model.named_parameters(remove_duplicate=False)
+        matches = {parameter for name, parameter in named if parameter in listed and matches_pattern(name, pattern)}
         if not matches:
-            way_out = f"The parameters are {list_some(list(names), 6)}"
+            way_out = f"The parameters are {list_some(list(known), 6)}"
             raise ValueError(explain(f"{argument}={pattern!r}", "no trainable parameter has this name", way_out))
         found |= matches
     return found
@@ -265,12 +269,12 @@ def _group_of_lora(name: str, parameter: Tensor) -> str:
 
 def _with_layers(model: nn.Module, layers: list[str], head: list[str]) -> Iterable[tuple[str, Tensor, int]]:
     """Yield every parameter with its name and the index in ``layers`` of its layer."""
-    for name in head:
-        find_module(model, name, "head")
+    sharing = Sharing(model)
+    head = [sharing.names[find_module(model, name, "head")][0] for name in head]
     named = list(model.named_parameters())
     # A head that shares the embedding belongs to it, which is listed first.
-    tied = _shared_with_tables(model)
-    head = [*head, *(one for one in heads_beside(model, layers[1:-1]) if one not in tied)]
+    tied = sharing.outside(list(modules_of(model, _EMBEDDINGS)))
+    head += [one for one in heads_beside(model, layers[1:-1]) if f"{one}.weight" not in tied]
     of_block = [_block_of(name, layers[1:-1]) for name, _ in named]
     last = max((position for position, block in enumerate(of_block) if block is not None), default=-1)
     layer = 0
@@ -292,15 +296,6 @@ def _block_of(name: str, blocks: list[str]) -> int | None:
     return next((i for i, block in enumerate(blocks, 1) if name.startswith(f"{block}.")), None)
 
 
-def _shared_with_tables(model: nn.Module) -> set[str]:
-    tables = parameters_of_kinds(model, *_EMBEDDINGS)
-    shared = set()
-    for name, module in model.named_modules():
-        if tables.intersection(module.parameters(recurse=False)):
-            shared.add(name)
-    return shared
-
-
 def never_decayed(model: nn.Module) -> set[Tensor]:
     """Return the parameters that are not weights of products.
 
@@ -313,7 +308,7 @@ def never_decayed(model: nn.Module) -> set[Tensor]:
         if callable(exempt):
             exempted |= {f"{prefix}.{name}".lstrip(".") for name in exempt()}
     found = parameters_of_kinds(model, *_NORMS, *_EMBEDDINGS, recurse=False)
-    for name, parameter in model.named_parameters():
+    for name, parameter in model.named_parameters(remove_duplicate=False):
         if name in exempted or _is_no_product(name, parameter):
             found.add(parameter)
     return found

@@ -7,7 +7,16 @@ from torch import nn
 from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.messages import explain, list_some, warn
 from lightning_fasttrain.core.modules.blocks import find_blocks
-from lightning_fasttrain.core.modules.select import base_of, is_inside, is_linear, is_part_of, layers_of, modules_of
+from lightning_fasttrain.core.modules.select import (
+    Sharing,
+    base_of,
+    is_inside,
+    is_linear,
+    is_part_of,
+    layers_of,
+    list_names_above,
+    modules_of,
+)
 from lightning_fasttrain.core.modules.wrapped_forward import told_heads
 
 
@@ -37,7 +46,7 @@ def find_heads(model: nn.Module) -> list[str]:
         after = after[-1:]
     heads = {
         *_find_told(model, linear, layers),
-        *_tied_names(model, linear, layers),
+        *_tied_names(model, linear),
         *_of_vocabulary(model, outside, layers),
         *after,
     }
@@ -89,9 +98,11 @@ def _find_told(model: nn.Module, linear: list[str], layers: dict[str, nn.Module]
     return [name for name in linear if layers[name] in told]
 
 
-def _tied_names(model: nn.Module, linear: list[str], layers: dict[str, nn.Module]) -> list[str]:
-    tables = {id(table.weight) for table in modules_of(model, nn.Embedding)}
-    return [name for name in linear if id(layers[name].weight) in tables]
+def _tied_names(model: nn.Module, linear: list[str]) -> list[str]:
+    owners: set[str] = set()
+    for key in Sharing(model).outside(list(modules_of(model, nn.Embedding))):
+        owners.update(list_names_above(key))
+    return [name for name in linear if name in owners]
 
 
 def _of_vocabulary(model: nn.Module, outside: list[str], layers: dict[str, nn.Module]) -> list[str]:

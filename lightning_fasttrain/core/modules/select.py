@@ -1,4 +1,4 @@
-"""Select modules and parameters by class, kind of layer, name or pattern, with one error where nothing matches."""
+"""Select modules and parameters by class, kind of layer, any of their names or a pattern, and list what is shared."""
 
 import difflib
 import re
@@ -7,7 +7,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
+import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_fasttrain.core.messages import explain
 
@@ -179,10 +182,132 @@ def keep_outermost(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
 
 
 def find_skipped(model: nn.Module, skip: Blocks) -> set[str]:
-    """Names of the modules that a user wants left as they are, and of all that lies inside of them."""
-    modules = dict(model.named_modules())
-    outer = select(model, as_list(skip), modules, "skip")
-    return {name for name in modules if is_part_of(name, outer)}
+    """Return all names of the modules that a user wants left as they are, and of all that lies inside of them."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    inside = modules_inside(select(model, as_list(skip), modules, "skip").values())
+    return {name for name, module in modules.items() if module in inside}
+
+
+class Sharing:
+    """All names of a model's modules, and of its parameters that several names or overlapping memory share.
+
+    BART's embedding, for example, is one module in three places after ``resize_token_embeddings``, and the weight of a
+    tied head is that of the embedding.
+
+    Attributes:
+        names: module → all its names; the first is the one that ``model.named_modules()`` lists.
+        groups: all names of each parameter that has several, together with those of other parameters in the same
+            memory, such as views.
+
+    Example:
+        >>> net = nn.ModuleDict({"embed": nn.Embedding(9, 4), "head": nn.Linear(4, 9)})
+        >>> net["head"].weight, net["again"] = net["embed"].weight, net["head"]
+        >>> sharing = Sharing(net)
+        >>> sharing.names[net["again"]], sharing.outside([net["again"]])
+        (['head', 'again'], ['embed.weight'])
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.names: dict[nn.Module, list[str]] = {}
+        for name, module in model.named_modules(remove_duplicate=False):
+            self.names.setdefault(module, []).append(name)
+        self.groups = _group_by_memory(dict(model.named_parameters(remove_duplicate=False)))
+        self._inside: dict[str, set[int]] = {}  # name of a module → numbers of the groups inside of it
+        for number, group in enumerate(self.groups):
+            for name in group:
+                for above in ("", *list_names_above(name)):
+                    self._inside.setdefault(above, set()).add(number)
+
+    def places(self, modules: Iterable[nn.Module]) -> set[str]:
+        """Return all names of these modules."""
+        return {name for module in modules for name in self.names[module]}
+
+    def inside(self, modules: Iterable[nn.Module]) -> list[dict[str, nn.Parameter]]:
+        """Return the groups of which a parameter lies in one of these modules."""
+        found = {number for place in self.places(modules) for number in self._inside.get(place, ())}
+        return [self.groups[number] for number in sorted(found)]
+
+    def outside(self, modules: Collection[nn.Module]) -> list[str]:
+        """Return the names of parameters outside of these modules that share memory with a parameter inside."""
+        places = self.places(modules)
+        return [name for group in self.inside(modules) for name in group if not is_part_of(name, places)]
+
+
+def _group_by_memory(parameters: Mapping[str, nn.Parameter]) -> list[dict[str, nn.Parameter]]:
+    """Return the parameters that overlap in memory with another name's, in groups; each is in the model's order."""
+    memory = {name: _memory_of(parameter) for name, parameter in parameters.items()}
+    groups: list[list[str]] = []
+    last, reached = 0, 0
+    for name in sorted(memory, key=memory.__getitem__):
+        storage, start, end = memory[name]
+        if storage != last or start >= reached:
+            groups.append([])
+            last, reached = storage, end
+        groups[-1].append(name)
+        reached = max(reached, end)
+    group_of = {name: i for i, group in enumerate(groups) for name in group if len(group) > 1}
+    found: dict[int, dict[str, nn.Parameter]] = {}
+    for name, parameter in parameters.items():
+        if name in group_of:
+            found.setdefault(group_of[name], {})[name] = parameter
+    return list(found.values())
+
+
+def _memory_of(parameter: nn.Parameter) -> tuple[int, int, int]:
+    """Return the storage of a parameter, and its first byte there and the byte after its last."""
+    # Sharded and lazy parameters, for example, have no memory of their own to compare.
+    if is_lazy(parameter) or is_traceable_wrapper_subclass(parameter) or parameter.layout is not torch.strided:
+        return id(parameter), 0, 1
+    if not parameter.numel():
+        return id(parameter), 0, 1
+    steps = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+    start = int(parameter.storage_offset()) * parameter.itemsize
+    # ``_cdata`` distinguishes storages on the meta device, which have no memory and a ``data_ptr()`` of 0.
+    return parameter.untyped_storage()._cdata, start, start + (int(steps) + 1) * parameter.itemsize
+
+
+Places = list[tuple[nn.Module, str, nn.Module]]
+
+
+def list_places(model: nn.Module) -> Places:
+    """List every place of every module: the module that holds it, its name there, and the module itself."""
+    found: Places = []
+    for parent in model.modules():
+        found += [(parent, name, child) for name, child in parent._modules.items() if child is not None]
+    return found
+
+
+def replace_modules_(places: Places, replacements: Mapping[nn.Module, nn.Module]) -> None:
+    """Put each replacement in all places of the module that it replaces.
+
+    Args:
+        places: the places from before the first replacement, which may hold what it replaces.
+        replacements: module → the one to put in its places.
+
+    Example:
+        >>> net = nn.ModuleDict({"up": nn.Linear(2, 2)})
+        >>> net["down"] = net["up"]
+        >>> replace_modules_(list_places(net), {net["up"]: nn.ReLU()})
+        >>> net["up"] is net["down"], net["down"]
+        (True, ReLU())
+    """
+    for parent, name, child in places:
+        if child in replacements:
+            parent._modules[name] = replacements[child]
+
+
+def spread_replacements_(places: Places) -> None:
+    """Put what has replaced a module in one of these places in its other places too, if it was put in the first only.
+
+    Args:
+        places: the places from before the replacement.
+    """
+    replaced: dict[nn.Module, nn.Module] = {}
+    for parent, name, child in places:
+        now = parent._modules.get(name)
+        if now is not None and now is not child:
+            replaced.setdefault(child, now)
+    replace_modules_(places, replaced)
 
 
 def group_by_reason(left: Mapping[str, str]) -> dict[str, list[str]]:
@@ -210,7 +335,7 @@ def find_module(model: nn.Module, name: str, argument: str) -> nn.Module:
         ...
         ValueError: head='1' in Sequential: no such module. Similar names are none; its children are 0.
     """
-    modules = dict(model.named_modules())
+    modules = dict(model.named_modules(remove_duplicate=False))
     if name not in modules:
         near = difflib.get_close_matches(name, modules, n=4, cutoff=0.3)
         children = ", ".join(dict(model.named_children())) or "none"

@@ -3,18 +3,19 @@
 import importlib.util
 import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
 from torch import nn
 
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.select import Sharing, is_tuner, list_names_above
 from lightning_fasttrain.finetune.quantized.quantized_layer import in_8_bits, is_quantized
 from lightning_fasttrain.finetune.selection.base_fingerprint import is_torchaos
 from lightning_fasttrain.finetune.selection.float32_adapters import switches
 from lightning_fasttrain.finetune.selection.qualified_names import names_not_in
-from lightning_fasttrain.finetune.selection.targets import method_of, require_peft
+from lightning_fasttrain.finetune.selection.targets import method_of, owner_of, require_peft
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -82,6 +83,35 @@ def refuse_merged(model: nn.Module, what: str) -> None:
     if merged:
         why = f"adapter {', '.join(merged)} is already merged into the weights"
         raise ValueError(explain(what, why, "Call unmerge_adapters_(model) first"))
+
+
+def refuse_parted(model: nn.Module, what: str) -> None:
+    """Refuse adapters that change a weight under some of its names only, or in several ways, as merging would not.
+
+    Raises:
+        ValueError: two modules share a weight, and have different adapters, or only one has an adapter.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for group in Sharing(model).groups:
+        adapters = {key: _adapter_over(key, modules) for key in group}
+        mine = next(filter(adapters.get, group), None)
+        if mine is None:
+            continue
+        apart = [key for key, adapter in adapters.items() if adapter is not adapters[mine]]
+        if apart:
+            (owner, own), (other, _) = owner_of(mine), owner_of(apart[0])
+            why = f"it shares its {own} with '{other}', which does not have the same adapter"
+            way_out = "Name the input embedding for rows of a tied head, or untie the two first"
+            raise ValueError(explain(f"{what} on '{owner}'", why, way_out))
+
+
+def _adapter_over(key: str, modules: Mapping[str, nn.Module]) -> nn.Module | None:
+    """Return the adapter that changes a parameter of the base model."""
+    for name in list_names_above(key):
+        if is_tuner(modules[name]) and key.startswith(f"{name}.base_layer."):
+            # PEFT's layers for rows of tied modules are several, which share the rows.
+            return getattr(modules[name], "trainable_tokens_delta", modules[name])
+    return None
 
 
 def check_layers(found: dict[str, nn.Module], config: "PeftConfig") -> None:
@@ -153,9 +183,11 @@ def _check_quantized(name: str, layer: object, config: "PeftConfig") -> None:
 
 def without_namesakes(names: list[str], root: nn.Module) -> list[str]:
     """Refuse names that PEFT's suffix matching would also find in other modules, and return ``names``."""
+    modules = dict(root.named_modules(remove_duplicate=False))
     for name in names:
-        for other in names_not_in(dict(root.named_modules()), names):
-            if other.endswith(name) and not other.startswith(f"{name}."):
+        for other in names_not_in(modules, names):
+            is_other = other.endswith(name) and modules[other] is not modules[name]
+            if is_other and not other.startswith(f"{name}."):
                 why = f"PEFT would also train '{other}', whose name has the same ending"
                 raise ValueError(explain(f"train=['{name}']", why, "Give the module a unique name in the model"))
     return names

@@ -3,22 +3,37 @@
 import copy
 import re
 import warnings
+from collections import Counter
 from collections.abc import Collection, Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.files.safe_load import first_line
 from lightning_fasttrain.core.host.late_parameters import notices_late_parameters
-from lightning_fasttrain.core.messages import explain, say
+from lightning_fasttrain.core.messages import explain, list_some, say, warn
 from lightning_fasttrain.core.modules.heads import find_heads
 from lightning_fasttrain.core.modules.parameters import count_parameters
-from lightning_fasttrain.core.modules.select import TUNER, WRAPPER, as_list, find_tuners, is_a, is_part_of
+from lightning_fasttrain.core.modules.select import (
+    HUGGING_FACE_MODEL,
+    TUNER,
+    WRAPPER,
+    Sharing,
+    as_list,
+    find_tuners,
+    is_a,
+    is_inside,
+    is_part_of,
+    list_names_above,
+    list_places,
+    replace_modules_,
+    spread_replacements_,
+)
 from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, patch, patched, wrapper_on, wrappers_in
 from lightning_fasttrain.finetune.adapters.adapter_checks import (
     check_config,
@@ -28,6 +43,7 @@ from lightning_fasttrain.finetune.adapters.adapter_checks import (
     is_there,
     refuse_merged,
     refuse_namesake,
+    refuse_parted,
     refuse_unknown,
     without_namesakes,
 )
@@ -80,8 +96,9 @@ def add_adapter_(
     The adapter layers are PEFT's. This function chooses the layers and freezes the rest, so that it accepts any module:
     a Hugging Face model, a ``LightningModule`` that holds one, or a network of your own. The adapted module is the
     Hugging Face model inside, else the one child of a ``LightningModule`` that holds all targets, else ``model``
-    itself; adapter files name layers relative to it. Frozen BatchNorm keeps its statistics; the adapter's dropout
-    is on, whether the model is in train or in eval mode.
+    itself; adapter files name layers relative to it. A module in several places, such as BART's embedding after
+    ``resize_token_embeddings``, has one adapter in all of them; files call it by its first name. Frozen BatchNorm keeps
+    its statistics; the adapter's dropout is on, whether the model is in train or in eval mode.
 
     Args:
         model: any module. Its output is bitwise unchanged by an adapter that starts at zero, as LoRA does.
@@ -103,9 +120,9 @@ def add_adapter_(
         returned and the model is not changed.
 
     Raises:
-        ValueError: nothing matches; a target is tied to another layer, or lies in a module of ``train``; the rank
-            exceeds a layer's size; an initialization that needs data gets none; an adapter of this name with other
-            settings, or an adapter of another kind, exists.
+        ValueError: nothing matches; a target, or a module whose rows train, is tied to a module that would not train
+            with it; a target lies in a module of ``train``; the rank exceeds a layer's size; an initialization that
+            needs data gets none; an adapter of this name with other settings, or an adapter of another kind, exists.
         TypeError: ``config`` is not a PEFT configuration, or PEFT has no such adapter for a target's class.
         ModuleNotFoundError: PEFT is not installed.
 
@@ -134,7 +151,8 @@ def add_adapter_(
     whole = find_targets(model, list(train)) if train else {}
     _refuse_both(found, whole)
     refuse_tied(model, found)
-    refuse_tied(model, whole, "or name both in train=, where they stay tied")
+    refuse_tied(model, whole, together=True)
+    refuse_tied(model, set(tensors.values()))
     check_layers(found, config)
     check_parameters(tensors, config)
     root = _fill_in_(config, model, found, tensors, whole)
@@ -147,7 +165,7 @@ def add_adapter_(
     refuse_namesake(name, dict(root.named_modules()))
     check_start(config, found, batches)
     heads = names_not_in(find_heads(model), {**found, **whole})
-    _put_in(model, root, config, name, [*found, *dict.fromkeys(tensors.values()), *whole], batches)
+    _put_in(model, root, config, name, batches)
     train_mode(root)
     besides = f", {len(tensors)} tensors ({', '.join(config.target_parameters)})" if tensors else ""
     besides += f", and {', '.join(whole)} in full" if whole else ""
@@ -176,21 +194,23 @@ def _put_in(
     root: nn.Module,
     config: "PeftConfig",
     name: str,
-    replaced: Collection[str],
     batches: Batches | None,
 ) -> None:
     """Freeze ``model`` and add the adapter; if that fails, leave the model unchanged."""
+    places = list_places(model)
     with ExitStack() as on_error:
         # PEFT freezes only the module that it is given, and keeps updating running statistics.
         on_error.callback(freeze_(model))
         # PEFT replaces layers one by one, so a failure in the middle would leave some of them adapted.
-        # Undone in reverse: an attention gets its projection back after the model has the attention back.
-        inside = [f"{one}.out_proj" for one in replaced if isinstance(model.get_submodule(one), nn.MultiheadAttention)]
-        for one in (*inside, *replaced):
-            on_error.callback(model.set_submodule, one, model.get_submodule(one))
+        on_error.callback(replace_modules_, places, {child: child for _, _, child in places})
         prepare_start(model, root, config, batches)
         _inject(config, root, name)
+        spread_replacements_(places)
+        _share_rows_(root, name)
+        refuse_parted(model, f"adapter '{name}'")
+        places = list_places(model)
         finish_start_(model, root, config, name, batches)
+        spread_replacements_(places)  # EVA removes adapters of rank 0
         finish_copies_(root, name)
         # After EVA, which creates matrices of other ranks.
         keep_adapter_in_float32_(switches(root), name)
@@ -214,7 +234,19 @@ def _fill_in_(
         config.feedforward_modules = _as_peft_keeps(shortest_names(feedforward, root))
     if whole:
         config.modules_to_save = without_namesakes(strip_prefix(whole, prefix), root)
+    rows = getattr(config, "trainable_token_indices", None)
+    if isinstance(rows, dict):
+        config.trainable_token_indices = {_as_first_name(end, root): indices for end, indices in rows.items()}
     return root
+
+
+def _as_first_name(end: str, root: nn.Module) -> str:
+    """Return the ending of a module's name, or its first name if only other names of it end so."""
+    firsts = {name: names[0] for names in Sharing(root).names.values() for name in names}
+    ending = [name for name in firsts if name.endswith(end)]
+    if not ending or any(firsts[name] == name for name in ending):
+        return end
+    return firsts[ending[0]]
 
 
 def adapted_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -317,9 +349,9 @@ def remove_adapter_(model: nn.Module, name: str) -> None:
 
 
 def adapter_parameters(model: nn.Module) -> set[str]:
-    """Return the qualified names of the adapters' parameters and buffers, copies of fully trained modules included."""
+    """Return all names of the adapters' parameters and buffers, copies of fully trained modules included."""
     brought: set[str] = set()
-    for name, module in model.named_modules():
+    for name, module in model.named_modules(remove_duplicate=False):
         if is_a(module, TUNER, WRAPPER):
             base = f"{held_child(module)}."
             brought |= {f"{name}.{key}" for key in module.state_dict() if not key.startswith(base)}
@@ -328,6 +360,27 @@ def adapter_parameters(model: nn.Module) -> set[str]:
             start = f"{name}.prompt_encoder.".removeprefix(".")
             brought.update(module.get_submodule("prompt_encoder").state_dict(prefix=start))
     return brought
+
+
+def adapter_state(root: nn.Module, name: str) -> dict[str, Tensor]:
+    """Return the tensors of an adapter as PEFT names them in files; those of a module in several places only once."""
+    from peft.utils.save_and_load import get_peft_model_state_dict
+
+    # False: "auto" would query the Hugging Face Hub about the base.
+    state = get_peft_model_state_dict(root, adapter_name=name, save_embedding_layers=False)
+    again = set(chain.from_iterable(names[1:] for names in Sharing(root).names.values()))
+    return {key: tensor for key, tensor in state.items() if not is_inside(key, again)}
+
+
+def warn_of_what_peft_misses(root: nn.Module) -> None:
+    """Warn of adapters of modules in several places, which PEFT would add in the first place only."""
+    sharing, held = Sharing(root), Counter(child for _, _, child in list_places(root))
+    for module, number in held.items():
+        if number > 1 and is_a(module, TUNER, WRAPPER):
+            first, *others = sharing.names[module]
+            why = f"it is also {list_some(list(map(repr, others)))}, and PEFT would adapt '{first}' alone"
+            way_out = "Load the file with load_adapter_, or export the model with export_model"
+            warn(explain(f"save_adapter: '{first}' has an adapter", why, way_out))
 
 
 def _inject(config: "PeftConfig", root: nn.Module, name: str) -> None:
@@ -358,6 +411,34 @@ def _inject(config: "PeftConfig", root: nn.Module, name: str) -> None:
             layer.ranknum.requires_grad_(False)
     # Only now, since PEFT creates its wrappers for plain parameters.
     use_held_tensors_(root)
+
+
+_ROWS = "peft.utils.other.TrainableTokensWrapper"
+
+
+def _share_rows_(root: Any, name: str) -> None:
+    """Have trained rows of a Hugging Face model's input embedding act wherever its weight is used, as in a tied head.
+
+    PEFT does so for the modules that the configuration ties to the embedding it finds, which for Marian are not all.
+    """
+    embedding: Any = None
+    if is_a(root, HUGGING_FACE_MODEL):
+        with suppress(NotImplementedError):  # models of images and sound have no such embedding
+            embedding = root.get_input_embeddings()
+    if not is_a(embedding, _ROWS):
+        return
+    rows, places = embedding.token_adapter, list_places(root)
+    if name not in rows.token_indices:
+        return
+    for key in Sharing(root).outside([embedding]):
+        above = list(map(root.get_submodule, list_names_above(key)))
+        wrapper: Any = next((module for module in above if is_a(module, _ROWS)), None)
+        if wrapper is None:
+            wrapper = type(embedding)(above[-1], name, token_indices=rows.token_indices[name], tied_adapter=rows)
+            wrapper.set_adapter(embedding.active_adapter)
+            replace_modules_(places, {above[-1]: wrapper})
+        elif wrapper.token_adapter.tied_adapter is rows:
+            wrapper.update(name, tied_adapter=rows)
 
 
 def _as_peft_keeps(names: list[str] | str) -> set[str] | str:

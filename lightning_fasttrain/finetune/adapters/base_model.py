@@ -7,7 +7,16 @@ from torch import nn
 
 from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.messages import explain, warn
-from lightning_fasttrain.core.modules.select import TUNER, WRAPPER, is_a, is_part_of, is_tuner, walk_around
+from lightning_fasttrain.core.modules.select import (
+    TUNER,
+    WRAPPER,
+    is_a,
+    is_part_of,
+    is_tuner,
+    list_places,
+    replace_modules_,
+    walk_around,
+)
 from lightning_fasttrain.finetune.adapters.adapter_checks import refuse_merged
 from lightning_fasttrain.finetune.adapters.add_adapter import adapted_modules, adapter_parameters, forget_adapters_
 from lightning_fasttrain.finetune.adapters.merge import merge_layers_, unmerge_adapters_
@@ -164,9 +173,11 @@ def _merge_or_unmerge_(
 
 def _unload_layers_(root: nn.Module, merge: bool) -> None:
     """Replace PEFT's layers by their base layers, and fully trained modules by the trained copy or the original."""
-    for name, module in list(walk_around(root, lambda module: is_a(module, TUNER, WRAPPER))):
+    places, plain = list_places(root), dict[nn.Module, nn.Module]()
+    for _, module in list(walk_around(root, lambda module: is_a(module, TUNER, WRAPPER))):
         if is_a(module, TUNER, WRAPPER):
-            root.set_submodule(name, _plain_module(module, merge))
+            plain[module] = _plain_module(module, merge)
+    replace_modules_(places, plain)
 
 
 def _plain_module(module: object, merge: bool) -> nn.Module:
@@ -195,14 +206,12 @@ def _put_first_(module: nn.Module, name: str) -> None:
 
 def _unwrap_peft_models_(model: nn.Module) -> nn.Module:
     """Replace each ``PeftModel`` by the model inside, since PEFT's wrappers cannot run without an adapter."""
-    # Every module that holds it: it may be registered twice.
-    for name, module in list(model.named_modules(remove_duplicate=False)):
+    places, plain = list_places(model), dict[nn.Module, nn.Module]()
+    for module in list(model.modules()):
         if is_a(module, PEFT_MODEL):
-            plain = module.get_submodule("base_model" if has_prompt(module) else "base_model.model")
-            if not name:
-                return plain  # ``model`` itself is the wrapper: return the model inside
-            model.set_submodule(name, plain)
-    return model
+            plain[module] = module.get_submodule("base_model" if has_prompt(module) else "base_model.model")
+    replace_modules_(places, plain)
+    return plain.get(model, model)
 
 
 def refuse_changed_base(model: nn.Module, what: str) -> None:

@@ -375,7 +375,7 @@ def trained_names(model: nn.Module) -> list[str]:
     trains = {name for name, parameter in parameters.items() if parameter.requires_grad}
     # Quantised weights have nested keys, such as "weight.absmax", also beside a bias that trains.
     frozen = parameters.keys() - trains
-    for prefix, module in model.named_modules():
+    for prefix, module in model.named_modules(remove_duplicate=False):
         own = dict(module.named_parameters(prefix=prefix, recurse=False, remove_duplicate=False))
         if own and not own.keys() & trains:
             frozen.add(prefix)

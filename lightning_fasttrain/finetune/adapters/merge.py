@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.messages import explain, say
 from lightning_fasttrain.core.modules.select import as_list
-from lightning_fasttrain.finetune.adapters.adapter_checks import refuse_merged, refuse_unknown
+from lightning_fasttrain.finetune.adapters.adapter_checks import refuse_merged, refuse_parted, refuse_unknown
 from lightning_fasttrain.finetune.adapters.add_adapter import adapter_names, adapter_parameters, use_adapter_
 from lightning_fasttrain.finetune.adapters.merge_quantized import (
     Originals,
@@ -101,9 +101,10 @@ def merge_adapters_(
         A report of the merged adapters and layers, and of the measured error.
 
     Raises:
-        ValueError: adapters are already merged, disabled, or would make a weight infinite or NaN; a name is unknown;
-            ``into`` is missing or unused; ``original`` lacks a layer or belongs to another model.
-        TypeError: PEFT cannot merge this kind of adapter into that layer.
+        ValueError: adapters are already merged, disabled, or would make a weight infinite or NaN; a weight has an
+            adapter under some of its names only; a name is unknown; ``into`` is missing or unused; ``original`` lacks a
+            layer or belongs to another model.
+        TypeError: PEFT cannot merge this kind of adapter into that layer, or a parametrization computes its weight.
 
     Example:
         >>> import peft, torch, lightning_fasttrain as ft
@@ -168,10 +169,11 @@ def merge_layers_(
     chosen = _choose_names(model, layers, names)
     quantized = {name: layer for name, layer in layers.items() if find_quantized_under(layer)}
     refuse_merged(model, "merging")
+    refuse_parted(model, "merging the adapter")
     check_way(model, quantized, into, original)
     if stay:
         _refuse_unmergeable(quantized)
-    _refuse_torchaos(layers)
+    _refuse_unwritable(layers)
     way = QuantizedMerge(model, quantized, into, original, batch)
     merged = _merge(model, layers, chosen, way)
     report = MergeReport(tuple(chosen), tuple(merged), into, way.against_trained, way.against_original)
@@ -276,9 +278,15 @@ def _refuse_unmergeable(quantized: Mapping[str, object]) -> None:
             raise TypeError(explain(what, why, "Use unload_adapters_(model, into=...)"))
 
 
-def _refuse_torchaos(layers: Mapping[str, object]) -> None:
+def _refuse_unwritable(layers: Mapping[str, object]) -> None:
+    """Refuse layers whose weight cannot hold the sum: those that torchao quantised, and computed weights."""
     for name, layer in layers.items():
-        weight = layer.get_base_layer()._parameters.get("weight")
+        base = layer.get_base_layer()
+        weight = base._parameters.get("weight")
+        if weight is None and isinstance(getattr(base, "weight", None), Tensor) and not is_quantized(base):
+            why = "its weight is computed from other parameters at each call, so a merged weight would be lost"
+            way_out = "Call parametrize.remove_parametrizations(layer, 'weight') before the adapter is added"
+            raise TypeError(explain(f"merging into '{name}'", why, way_out))
         if weight is not None and is_torchaos(weight):
             why = "torchao quantised its weight with unknown settings, so the merged weight cannot be quantised again"
             way_out = "Save the adapter, load it into the unquantised model with load_adapter_, and merge it there"

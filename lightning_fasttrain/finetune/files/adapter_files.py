@@ -20,8 +20,10 @@ from lightning_fasttrain.finetune.adapters.adapter_checks import check_config, c
 from lightning_fasttrain.finetune.adapters.add_adapter import (
     adapted_modules,
     adapter_parameters,
+    adapter_state,
     add_adapter_,
     use_prompt_,
+    warn_of_what_peft_misses,
 )
 from lightning_fasttrain.finetune.files.adapter_config import read_config, refuse_unrepeatable, written_config
 from lightning_fasttrain.finetune.files.adapter_folder import (
@@ -98,22 +100,20 @@ def save_adapter(model: nn.Module, folder: Folder, *, name: str | None = None) -
         ``peft.PeftModel.save_pretrained``; the tensors are identical bit for bit.
     """
     prefix, root, name = _find_adapter(model, name)
-    from peft.utils.save_and_load import get_peft_model_state_dict
-
     config = adapters_on(root)[name]
     refuse_unrepeatable(config, f"adapter '{name}'")
     for one in adapters_on(root):
         refuse_namesake(one, base_names(root).values())
     target = Path(folder)
     refuse_other_things(target)
-    # False: "auto" would query the Hugging Face Hub about the base.
     try:
-        state = get_peft_model_state_dict(root, adapter_name=name, save_embedding_layers=False)
+        state = adapter_state(root, name)
     except (ValueError, KeyError) as error:
         why = "a part of this adapter is in the PeftModel, outside of the layers"
         raise ValueError(explain(f"adapter '{name}'", why, "Save it with the PeftModel's save_pretrained")) from error
     _warn_of_what_is_left_out(model, {f"{prefix}{key}" for key in state})
     refuse_shards(state)
+    warn_of_what_peft_misses(root)
     before = "" if config.is_prompt_learning else PREFIX  # PEFT's prefix in files
     tensors = {f"{before}{key}": tensor.detach() for key, tensor in state.items()}
     write_adapter(target, tensors, written_config(config, plain_model(root)), root)
@@ -288,9 +288,7 @@ def _scaled_at_input(place: Place, config: "PeftConfig", keys: list[str], file: 
 
 def _fill_(root: nn.Module, root_prefix: str, place: Place, name: str, file: object) -> None:
     """Copy the values in the file into the adapter."""
-    from peft.utils.save_and_load import get_peft_model_state_dict
-
-    own = get_peft_model_state_dict(root, adapter_name=name, save_embedding_layers=False)
+    own = adapter_state(root, name)
     with torch.no_grad():
         for key, tensor in own.items():  # shares memory with the parameters
             tensor.copy_(file.get_tensor(f"{PREFIX}{(root_prefix + key).removeprefix(place.prefix)}"))

@@ -223,7 +223,7 @@ def _is_same(parameter: Tensor, stored: Tensor) -> bool:
 
 
 def refuse_other_tokens(place: Place, file: object, what: str) -> None:
-    """Refuse rows that the embedding in this model lacks, or whose count differs from the settings.
+    """Refuse rows that the embedding or head in this model lacks, or whose count differs from the settings.
 
     Raises:
         ValueError: the rows do not fit; the message names them.
@@ -232,7 +232,7 @@ def refuse_other_tokens(place: Place, file: object, what: str) -> None:
     for name, rows in place.tokens.items():
         table = layers[name]
         stored = file.get_slice(f"{PREFIX}{name}{TOKENS}").get_shape()[0]
-        known = table.num_embeddings if isinstance(table, nn.Embedding) else 0
+        known = getattr(table, "num_embeddings", getattr(table, "out_features", 0))
         wrong = [row for row in rows if not 0 <= row < known]
         if wrong or len(set(rows)) != stored:
             why = f"it trained rows {first_few(list(map(str, wrong or rows)))} of '{name}', "

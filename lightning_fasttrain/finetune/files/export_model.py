@@ -17,7 +17,7 @@ from lightning_fasttrain.core.checks import check_arguments, require
 from lightning_fasttrain.core.files.atomic_write import sync_folder, temporary_path
 from lightning_fasttrain.core.messages import explain, say
 from lightning_fasttrain.core.modules.parameters import count_parameters
-from lightning_fasttrain.core.modules.select import is_part_of
+from lightning_fasttrain.core.modules.select import Sharing, is_part_of
 from lightning_fasttrain.finetune.adapters.merge import merge_adapters_, unmerge_adapters_
 from lightning_fasttrain.finetune.adapters.merge_quantized import find_trained_copies
 from lightning_fasttrain.finetune.files.adapter_files import refuse_shards
@@ -57,8 +57,8 @@ def export_model(model: nn.Module, folder: Folder, *, dtype: torch.dtype | None 
     Raises:
         TypeError: there is no Hugging Face model in ``model``, or PEFT cannot merge this kind of adapter.
         ValueError: ``model`` holds several, or virtual tokens of prompt or prefix tuning; the folder is in use; weights
-            are sharded, or are quantised and no ``dtype`` is given; the configuration's class has other weights; a
-            merged weight would be infinite or NaN.
+            are sharded, or are quantised and no ``dtype`` is given; the configuration's class has other weights, or
+            ties weights that were trained apart; a merged weight would be infinite or NaN.
 
     Example:
         >>> import transformers, lightning_fasttrain as ft
@@ -163,9 +163,23 @@ def _plain_twin(root: Any, state: dict[str, Tensor]) -> Any:
         why = f"{first_few(names)} differ from the weights in its configuration, so from_pretrained could not load it"
         raise ValueError(explain(f"export_model of a {type(root).__name__}", why, "Correct model.config")) from error
     twin.tie_weights()  # assigning separated the tied weights
+    _refuse_lost_ties(twin, state)
+    for group in Sharing(twin).groups:
+        # One module in several places here is several in the twin, and save_pretrained writes shared memory only once.
+        for parameter in list(dict.fromkeys(group.values()))[1:]:
+            parameter.data = parameter.data.clone()
     if "generation_config" in vars(root):
         twin.generation_config = copy.deepcopy(root.generation_config)
     return twin
+
+
+def _refuse_lost_ties(twin: Any, state: dict[str, Tensor]) -> None:
+    """Refuse weights that differ from those to which the configuration ties them, and which would be lost."""
+    for name, tensor in twin.state_dict().items():
+        if tensor.data_ptr() != state[name].data_ptr() and not torch.equal(tensor, state[name]):
+            why = f"'{name}' was trained apart from the weight that the configuration ties it to"
+            way_out = "Train the two as one, or set model.config.tie_word_embeddings = False"
+            raise ValueError(explain(f"export_model of a {type(twin).__name__}", why, way_out))
 
 
 @rank_zero_only

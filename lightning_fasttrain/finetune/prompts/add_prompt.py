@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from lightning_fasttrain.core.checks import check_arguments, positive_int
 from lightning_fasttrain.core.host.late_parameters import notices_late_parameters
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.core.modules.select import is_a
+from lightning_fasttrain.core.modules.select import is_a, list_places, replace_modules_
 from lightning_fasttrain.core.modules.wrapped_forward import Replacement
 from lightning_fasttrain.finetune.adapters.adapter_checks import check_name, is_there, without_namesakes
 from lightning_fasttrain.finetune.adapters.add_adapter import report_added, train_mode, use_prompt_
@@ -110,6 +110,7 @@ def add_prompt_(model: nn.Module, config: "PeftConfig", *, train: Iterable[str] 
         return place
     # PEFT adds a classifier's head to it, and would add it again.
     as_asked = copy.copy(config.modules_to_save)
+    places = list_places(model)
     with ExitStack() as on_error:
         on_error.callback(freeze_(model))
         prompted = _put_before(base, root, config, name)
@@ -119,10 +120,8 @@ def add_prompt_(model: nn.Module, config: "PeftConfig", *, train: Iterable[str] 
     # Keeps a later cast of the model from rounding them.
     keep_in_float32_(prompted.prompt_encoder)
     keep_adapter_in_float32_(prompted.modules(), name)
-    # Every module that holds it: it may be registered twice.
-    for where, module in list(model.named_modules(remove_duplicate=False)):
-        if module is base and prompted is not root:
-            model.set_submodule(where, prompted)
+    if prompted is not root:
+        replace_modules_(places, {base: prompted})
     train_mode(prompted)
     what = f"{config.num_virtual_tokens} virtual tokens before the input of {type(base).__name__}"
     report_added(model, config, name, what)

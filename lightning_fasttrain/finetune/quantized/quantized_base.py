@@ -19,9 +19,11 @@ from lightning_fasttrain.core.modules.select import (
     TUNER,
     WRAPPER,
     Blocks,
+    Sharing,
     find_skipped,
     group_by_reason,
     is_a,
+    is_part_of,
     walk_around,
 )
 from lightning_fasttrain.finetune.quantized.quantized_layer import (
@@ -38,9 +40,9 @@ from lightning_fasttrain.finetune.quantized.quantized_state import keep_quantize
 from lightning_fasttrain.finetune.quantized.quantized_tensor import quantize_tensor_
 from lightning_fasttrain.finetune.selection.base_fingerprint import is_torchaos
 from lightning_fasttrain.finetune.selection.targets import (
-    find_tied_modules,
     is_matrix,
     out_of_reach,
+    owner_of,
     read_past,
     shares_of,
     warn_of_what_is_out_of_reach,
@@ -147,13 +149,17 @@ def _nothing_to_quantise(model: nn.Module, left: dict[str, str]) -> str:
 
 
 def _shared_modules(model: nn.Module) -> dict[str, str]:
-    """Map each module that shares its weight with another one to that reason."""
-    shared: dict[str, str] = {}
-    for names in find_tied_modules(dict(model.named_modules())):
-        for name in names:
-            other = names[1] if name == names[0] else names[0]
-            shared[name] = f"it shares its weight with {other}"
-    return shared
+    """Map each module that shares a parameter with another one to that reason."""
+    sharing, reasons = Sharing(model), dict[str, str]()
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for group in sharing.groups:
+        for key in group:
+            name, _, own = key.rpartition(".")
+            places = sharing.names[modules[name]]
+            others = [other for other in group if not is_part_of(other, places)]
+            if others:
+                reasons[name] = f"it shares its {own} with {owner_of(others[0])[0]}"
+    return reasons
 
 
 def _kept_whole(model: nn.Module) -> dict[str, str]:

@@ -102,8 +102,9 @@ def adapters_on(module: nn.Module) -> dict[str, Any]:
 
 
 def adapter_holders(model: nn.Module) -> dict[str, str]:
-    """Map each PEFT module in ``model`` that holds a module of the base model to the name of that child."""
-    return {name: part for name, module in model.named_modules() if (part := held_child(module))}
+    """Map all names of each PEFT module that holds a module of the base model to the name of that child."""
+    modules = model.named_modules(remove_duplicate=False)
+    return {name: part for name, module in modules if (part := held_child(module))}
 
 
 def plain_name(name: str, holders: Mapping[str, str]) -> str | None:

@@ -10,8 +10,8 @@ from lightning_fasttrain.core.modules.select import is_inside
 
 
 def find_modules(model: nn.Module, is_meant: Callable[[nn.Module], object]) -> dict[str, Any]:
-    """Map qualified names to the modules for which ``is_meant`` returns a true value."""
-    return {name: module for name, module in model.named_modules() if is_meant(module)}
+    """Map all names of the modules for which ``is_meant`` returns a true value to these modules."""
+    return {name: module for name, module in model.named_modules(remove_duplicate=False) if is_meant(module)}
 
 
 def list_trainable(model: nn.Module) -> list[str]:

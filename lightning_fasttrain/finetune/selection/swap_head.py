@@ -9,9 +9,17 @@ from lightning_fasttrain.core.checks import PositiveInt, check_arguments
 from lightning_fasttrain.core.host.late_parameters import notices_late_parameters
 from lightning_fasttrain.core.messages import explain, say, warn
 from lightning_fasttrain.core.modules.heads import find_heads
-from lightning_fasttrain.core.modules.select import HUGGING_FACE_MODEL, base_of, has_parameters, is_a
+from lightning_fasttrain.core.modules.select import (
+    HUGGING_FACE_MODEL,
+    Sharing,
+    base_of,
+    has_parameters,
+    is_a,
+    list_places,
+    replace_modules_,
+)
 from lightning_fasttrain.core.modules.wrapped_forward import told_heads
-from lightning_fasttrain.finetune.selection.qualified_names import find_modules, prefix_of
+from lightning_fasttrain.finetune.selection.qualified_names import prefix_of
 
 
 @check_arguments
@@ -57,11 +65,8 @@ def swap_head_(model: nn.Module, new_head: PositiveInt | nn.Module, head: str | 
         why = f"the input of '{name}' has {old.in_features} features"
         way_out = f"Make it nn.Linear({old.in_features}, {new.out_features})"
         raise ValueError(explain(f"new_head has {new.in_features} inputs", why, way_out))
-    tied = _tied_with(model, old)
-    # All places: a head may be registered twice, in the model and in its wrapper.
-    for place, module in list(model.named_modules(remove_duplicate=False)):
-        if module is old:
-            model.set_submodule(place, new)
+    tied = ", ".join(Sharing(model).outside([old]))
+    replace_modules_(list_places(model), {old: new})
     if tied:
         say("swap_head_: %s was tied to %s, which does not change; the new head has its own weights", name, tied)
     if isinstance(old, nn.Linear) and isinstance(new, nn.Linear):
@@ -72,7 +77,8 @@ def swap_head_(model: nn.Module, new_head: PositiveInt | nn.Module, head: str | 
 def _find(model: nn.Module, head: str | None) -> tuple[str, bool]:
     """Return the name of the head, and whether the model itself declares it as its output embedding."""
     modules: dict[str, Any] = dict(model.named_modules())
-    told = list(find_modules(model, told_heads(model).__contains__))
+    heads = told_heads(model)
+    told = [name for name, module in modules.items() if module in heads]
     if head is not None:
         meant = dict(model.named_modules(remove_duplicate=False)).get(head)
         found = [name for name, module in modules.items() if module is meant]
@@ -104,17 +110,6 @@ def _linear_like(old: nn.Module, outputs: int, name: str) -> nn.Linear:
     if new.bias is not None:
         nn.init.zeros_(new.bias)
     return new.train(old.training)
-
-
-def _tied_with(model: nn.Module, old: nn.Module) -> str:
-    own, inside = set(old.parameters()), set(old.modules())
-    tied: list[str] = []
-    for name, module in model.named_modules():
-        if module not in inside:
-            for key, parameter in module.named_parameters(prefix=name, recurse=False):
-                if parameter in own:
-                    tied.append(key)
-    return ", ".join(tied)
 
 
 def _tell_transformers(model: nn.Module, name: str, told: bool, before: int, outputs: int) -> None:

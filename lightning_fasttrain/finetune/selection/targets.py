@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -13,25 +13,24 @@ from lightning_fasttrain.core.modules.heads import find_heads
 from lightning_fasttrain.core.modules.parameters import bytes_of
 from lightning_fasttrain.core.modules.select import (
     HUGGING_FACE_MODEL,
+    Sharing,
     as_list,
     find_tuners,
     has_parameters,
     is_a,
     is_inside,
     is_linear,
+    is_part_of,
+    is_tuner,
     is_wanted,
     keep_outermost,
     layers_of,
     select,
     stands_for,
+    walk_around,
 )
 from lightning_fasttrain.finetune.selection.freezing import can_train
-from lightning_fasttrain.finetune.selection.qualified_names import (
-    find_modules,
-    names_in,
-    names_not_in,
-    names_outside,
-)
+from lightning_fasttrain.finetune.selection.qualified_names import names_in, names_not_in
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -55,7 +54,8 @@ def find_targets(model: nn.Module, targets: Targets = ALL_LINEAR) -> dict[str, n
             regular expression for the complete name, a class, a class name.
 
     Returns:
-        Qualified name → layer, in the order of ``model.named_modules()``.
+        Qualified name → layer, in the order of ``model.named_modules()``. A layer that the model holds under several
+        names is found by each, and returned under the first.
 
     Raises:
         ValueError: one of ``targets`` matches nothing (the message lists similar names and candidates), or a layer
@@ -81,7 +81,12 @@ def find_targets(model: nn.Module, targets: Targets = ALL_LINEAR) -> dict[str, n
     wanted = as_list(targets)
     if not wanted:
         raise ValueError(explain("targets=[]", "an adapter needs at least one layer", f"Use '{ALL_LINEAR}'"))
-    return select(model, wanted, layers, "targets", _is_target, lambda _: list_layer_kinds(layers))
+    all_names = {names[0]: names for names in Sharing(model).names.values()}
+
+    def means(name: str, layer: nn.Module, target: Target) -> bool:
+        return any(_is_target(one, layer, target) for one in all_names[name])
+
+    return select(model, wanted, layers, "targets", means, lambda _: list_layer_kinds(layers))
 
 
 def _is_target(name: str, layer: nn.Module, target: Target) -> bool:
@@ -117,32 +122,42 @@ def find_target_parameters(model: nn.Module, ends: Iterable[str]) -> dict[str, s
     return {tensor: tensor.rpartition(".")[0] for tensor in found}
 
 
-def refuse_tied(model: nn.Module, names: Collection[str], together: str = "") -> None:
-    """Refuse layers that share their weight with another layer, since an adapter would make the two differ.
+def refuse_tied(model: nn.Module, names: Collection[str], *, together: bool = False) -> None:
+    """Refuse modules that share memory with another module, since an adapter would make the two differ.
 
     Args:
-        together: the way out of naming all of them, if they may be tied to one another.
+        names: first names of the modules. A module under several names has one adapter, which acts under all of them.
+        together: whether modules may share with one another, as copies that train in full are tied again.
 
     Raises:
-        ValueError: a layer is tied; the message names both.
+        ValueError: a module is tied; the message names both.
     """
-    for tied in find_tied_modules(layers_of(model)):
-        mine = names_in(tied, names)
-        if mine and not (together and len(mine) == len(tied)):
-            others = names_not_in(tied, mine) or tied[-1:]
-            why = f"it shares its weight with '{others[0]}', and an adapter would make the two differ"
-            way_out = "Leave it out of the targets, " + (together or "or untie the two first")
-            raise ValueError(explain(f"target '{mine[0]}'", why, way_out))
+    sharing, modules = Sharing(model), dict(model.named_modules())
+    units = [list(names)]
+    if not together:
+        units = [[name] for name in names]
+    for unit in units:
+        inside = list(map(modules.__getitem__, unit))
+        places = sharing.places(inside)
+        for group in sharing.inside(inside):
+            mine = next(key for key in group if is_part_of(key, places))
+            # Copies of parameters that are views of one tensor would have separate memory.
+            apart = [key for key in group if not is_part_of(key, places) or group[key] is not group[mine]]
+            if apart:
+                (owner, own), (other, _) = owner_of(mine), owner_of(apart[0])
+                why = f"it shares its {own} with '{other}', and an adapter would make the two differ"
+                way_out = "Leave it out of the targets, or untie the two first"
+                if together:
+                    owners = {model.get_submodule(key.rpartition(".")[0]): owner_of(key)[0] for key in reversed(group)}
+                    tied = ", ".join(map(repr, reversed(owners.values())))
+                    way_out = f"Leave it out of train=, or name all there, where they stay tied: {tied}"
+                raise ValueError(explain(f"target '{owner}'", why, way_out))
 
 
-def find_tied_modules(modules: Mapping[str, nn.Module]) -> list[list[str]]:
-    """Return the names of the modules that share their weight with others, each group in a list."""
-    owners: dict[nn.Parameter, list[str]] = {}
-    for name, module in modules.items():
-        weight = module._parameters.get("weight")
-        if weight is not None:
-            owners.setdefault(weight, []).append(name)
-    return [names for names in owners.values() if len(names) > 1]
+def owner_of(parameter: str) -> tuple[str, str]:
+    """Return the name of the module that holds a parameter, without adapters, and the parameter's own name."""
+    owner, _, own = re.sub(r"\.(token_adapter|base_layer|original_module)(?=\.)", "", parameter).rpartition(".")
+    return owner, own
 
 
 def shortest_names(names: Collection[str], model: nn.Module) -> list[str] | str:
@@ -279,7 +294,7 @@ def warn_of_what_is_out_of_reach(model: nn.Module, left: Collection[str], shares
 
 def describe_uncovered(model: nn.Module, adapted: Collection[str]) -> str:
     """Report the parts of the model, if large, that have no adapter since they are in no linear layer."""
-    stacks = names_outside(find_modules(model, stands_for), list(find_tuners(model)))  # quantised, of matrices
+    stacks = [name for name, module in walk_around(model, is_tuner) if stands_for(module)]  # quantised, of matrices
     names = names_not_in([*out_of_reach(model), *stacks], adapted)
     share = sum(shares_of(model, names).values())
     passed = names_not_in(read_past(model), adapted)
