@@ -176,3 +176,21 @@ def test_strategies_of_a_config_keep_plain_values():
         assert json.loads(json.dumps(strategy.config)).items() >= config.items()
     strategy = ft.FSDP2Strategy(tensor_parallel=np.int64(2), tensor_plan=OmegaConf.create({"up": "column"}))
     assert foreign_values(strategy) == []
+
+
+class Configured(TinyLM):
+    def __init__(self, cfg):
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def test_a_config_among_hyper_parameters_is_refused_before_the_first_step(tmp_path):
+    model = Configured(OmegaConf.create({"widths": [1, 2]}))
+    run = trainer([ft.AtomicCheckpoints(), ModelCheckpoint(tmp_path)], enable_checkpointing=True)
+    with pytest.raises(ValueError, match="'hyper_parameters'.*of class DictConfig.*OmegaConf.to_container"):
+        run.fit(model, as_loader(lm_batches(1)))
+    assert run.global_step == 0
+    plain = Configured(OmegaConf.to_container(OmegaConf.create({"widths": [1, 2]})))
+    trainer([ft.AtomicCheckpoints(), ModelCheckpoint(tmp_path)], enable_checkpointing=True).fit(
+        plain, as_loader(lm_batches(1))
+    )
