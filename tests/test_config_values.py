@@ -178,6 +178,15 @@ def test_strategies_of_a_config_keep_plain_values():
     assert foreign_values(strategy) == []
 
 
+def test_an_adapter_of_a_config_is_saved(tmp_path):
+    peft = {"_target_": "peft.LoraConfig", "target_modules": ["up"], "rank_pattern": {"up": 4}}
+    technique = {"_target_": "lightning_fasttrain.finetune.Adapter", "config": peft}
+    model = TinyLM()
+    ft.apply(model, [instantiate(OmegaConf.create(technique))])
+    ft.finetune.save_adapter(model, tmp_path)
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["rank_pattern"] == {"up": 4}
+
+
 class Configured(TinyLM):
     def __init__(self, cfg):
         super().__init__()

@@ -113,7 +113,7 @@ def _find_in_union(annotation: object, value: object) -> Problem | None:
         problems.append(problem)
     numeric = any(describe_annotation(member) in ("a number", "a whole number") for member in members)
     if isinstance(value, str) and numeric and _NUMBER.fullmatch(value):
-        return _expected(annotation, value, f"Write the number without quotes: {value}")
+        return _expected(annotation, value, _as_number(value))
     # A value of the right kind has the better reason: a bound it breaks, a wrong entry, a word that is no choice.
     for problem in problems:
         if problem.why == _UNKNOWN:
@@ -153,12 +153,21 @@ def _find_in_float(annotation: object, value: object) -> Problem | None:
 
 def _convert(value: object) -> str:
     if isinstance(value, str) and _NUMBER.fullmatch(value):
-        return f"Write the number without quotes: {value}"
+        return _as_number(value)
     if not isinstance(value, Real) or isinstance(value, int | float):
         return ""
     if isinstance(value, Integral):
         return f"Use int({value})"
     return f"Use float({value})"
+
+
+def _as_number(text: str) -> str:
+    mantissa, e, exponent = text.lower().partition("e")
+    if e and "." not in mantissa:
+        mantissa = f"{mantissa}.0"  # YAML reads 1e-3 as a string
+    if e:
+        text = f"{mantissa}e{int(exponent):+d}"
+    return f"Write the number without quotes: {text}"
 
 
 def _find_in_str(annotation: object, value: object) -> Problem | None:
