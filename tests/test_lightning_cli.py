@@ -121,6 +121,12 @@ def test_strategies(strategy, settings, tmp_path):
         assert (made.question.memory_gib, made.trusted) == (settings.get("memory_gib"), "trusted" in settings)
 
 
+def test_a_dtype_is_written_by_its_name(tmp_path):
+    spec = {"class_path": "lightning_fasttrain.QuantizedBase", "init_args": {"compute_dtype": "bfloat16"}}
+    (made,) = build(tmp_path, callbacks=[spec]).callbacks[:1]
+    assert made.compute_dtype is torch.bfloat16
+
+
 def test_settings_that_were_left_out_are_written_out_too(tmp_path):
     (made,) = build(tmp_path, callbacks=[{"class_path": "lightning_fasttrain.Preemption"}]).callbacks[:1]
     assert made.signals == (15,)

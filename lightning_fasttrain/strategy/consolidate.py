@@ -50,7 +50,7 @@ def consolidate(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> 
     Args:
         folder: checkpoint written under :class:`~lightning_fasttrain.ZeROStrategy` (stage 0 to 3, any number of
             processes), Lightning's own DeepSpeed strategies, or :class:`~lightning_fasttrain.FSDP2Strategy`.
-        out: file to write; an existing file is replaced when the new one is complete.
+        out: file to write, ``*.safetensors``; an existing file is replaced when the new one is complete.
 
     Returns:
         The path, and a summary of the file.
@@ -58,7 +58,7 @@ def consolidate(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> 
     Raises:
         CorruptCheckpoint: the checkpoint is truncated, changed, or mixes files of several checkpoints.
         FileNotFoundError: ``folder`` does not exist.
-        ValueError: ``folder`` is not a sharded checkpoint.
+        ValueError: ``folder`` is not a sharded checkpoint, or ``out`` has another ending.
 
     Example:
         >>> from lightning_fasttrain.strategy import save_sharded
@@ -68,6 +68,9 @@ def consolidate(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> 
         6
     """
     folder, out = existing_path(folder), Path(out)
+    if out.suffix != ".safetensors":
+        why = "the file has the format of safetensors, and other programs choose their reader by the ending"
+        raise ValueError(explain(f"out={str(out)!r}", why, f"Use {str(out.with_suffix('.safetensors'))!r}"))
     state, source = _state_of(folder)
     if not state:
         why = "it contains no model"

@@ -45,10 +45,11 @@ def remember_arguments(cls: Any) -> None:
     @functools.wraps(make)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         bound = bind_arguments(make, type(self).__name__, cls.ways_out, self, *args, **kwargs)
+        given, named = bound.args, bound.kwargs  # in plain Python, and without defaults
         # A subclass that calls this __init__ has remembered its own arguments.
         if type(self).__init__ is __init__:
             self._given, self._settings = _describe_arguments(bound)
-        make(self, *args, **kwargs)
+        make(*given, **named)
 
     cls.__init__ = __init__
 

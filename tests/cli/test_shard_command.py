@@ -182,7 +182,9 @@ def test_what_must_be_given(capsys, missing):
 
 def test_consolidate_refuses_what_is_no_checkpoint_in_one_line(tmp_path, capsys):
     assert "no such checkpoint" in refusal(capsys, "consolidate", str(tmp_path / "absent"))
-    assert "not a sharded checkpoint" in refusal(capsys, "consolidate", str(tmp_path), "--out", str(tmp_path / "x.st"))
+    assert "not a sharded checkpoint" in refusal(
+        capsys, "consolidate", str(tmp_path), "--out", str(tmp_path / "x.safetensors")
+    )
     assert not list(tmp_path.iterdir())
 
 

@@ -12,6 +12,7 @@ from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.finetune import (
+    add_adapter_,
     dequantized_weight,
     merge_adapters_,
     quantize_base_,
@@ -278,6 +279,24 @@ def test_several_adapters_merge_into_layers_with_only_one():
     report = merge_adapters_(model, ["one", "two"], into="dequantized")
     assert len(report.layers) == 6
     assert relative(output(model), beside) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": ["up", "down"], "exclude_modules": ["down"]},
+        {"target_modules": ["up"], "rank_pattern": {"up": 4}},
+        {"target_modules": ["up"], "trainable_token_indices": {"embed": [1, 2]}},
+    ],
+    ids=lambda settings: list(settings)[-1],
+)
+def test_settings_for_other_layers_do_not_disturb_a_merge(settings):
+    model = WideLM()
+    quantize_base_(model)
+    add_adapter_(model, peft.LoraConfig(r=2, **settings))
+    expected = output(awake(model))
+    merge_adapters_(model, into="dequantized")
+    torch.testing.assert_close(output(model), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.gpu

@@ -530,6 +530,14 @@ def test_compute_dtype_is_the_weights_dtype_or_as_given():
     assert net[0].compute_dtype is net[0].bias.dtype is torch.bfloat16
 
 
+def test_bitsandbytes_reports_a_cast_of_inputs_once(caplog):
+    net = linear().eval()
+    quantize_base_(net, "int8")
+    for _ in range(3):
+        net(torch.randn(2, 96))
+    assert sum("inputs will be cast" in message for message in caplog.messages) <= 1  # in this process
+
+
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_activation_checkpointing_and_compiled_blocks_work(kind):
     plain = fit(TinyLM(), lm_batches(3), [QuantizedBase(kind)])

@@ -168,3 +168,11 @@ def test_folder_without_a_checkpoint_is_refused(out, tmp_path):
         (folder / "notes.txt").write_text("no weights")
     with pytest.raises(ValueError, match="not a sharded checkpoint"):
         consolidate(tmp_path / "other", out)
+
+
+@pytest.mark.parametrize("name", ["w.pt", "model.bin", "weights"])
+def test_another_ending_is_refused(name, tmp_path):
+    save_sharded(tmp_path / "step-1", {"weight": torch.ones(2)})
+    with pytest.raises(ValueError, match=rf"{name}.*Use '.*/{name.partition('.')[0]}\.safetensors'"):
+        consolidate(tmp_path / "step-1", tmp_path / name)
+    assert not (tmp_path / name).exists()

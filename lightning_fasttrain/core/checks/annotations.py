@@ -1,9 +1,12 @@
-"""Compare a value with the annotation of an argument, and describe what was expected and what was passed."""
+"""Compare a value with the annotation of an argument, convert it to plain Python, and describe what was expected."""
 
 import functools
+import itertools
 import math
+import operator
 import os
 import re
+import sys
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -110,7 +113,7 @@ def _find_in_union(annotation: object, value: object) -> Problem | None:
         problems.append(problem)
     numeric = any(describe_annotation(member) in ("a number", "a whole number") for member in members)
     if isinstance(value, str) and numeric and _NUMBER.fullmatch(value):
-        return _expected(annotation, value, f"Write the number without quotes: {value}")
+        return _expected(annotation, value, _as_number(value))
     # A value of the right kind has the better reason: a bound it breaks, a wrong entry, a word that is no choice.
     for problem in problems:
         if problem.why == _UNKNOWN:
@@ -150,8 +153,7 @@ def _find_in_float(annotation: object, value: object) -> Problem | None:
 
 def _convert(value: object) -> str:
     if isinstance(value, str) and _NUMBER.fullmatch(value):
-        return f"Write the number without quotes: {value}"
-    # NumPy's numbers are not Python's in a checkpoint, a config or a printed call.
+        return _as_number(value)
     if not isinstance(value, Real) or isinstance(value, int | float):
         return ""
     if isinstance(value, Integral):
@@ -159,9 +161,21 @@ def _convert(value: object) -> str:
     return f"Use float({value})"
 
 
+def _as_number(text: str) -> str:
+    mantissa, e, exponent = text.lower().partition("e")
+    if e and "." not in mantissa:
+        mantissa = f"{mantissa}.0"  # YAML reads 1e-3 as a string
+    if e:
+        text = f"{mantissa}e{int(exponent):+d}"
+    return f"Write the number without quotes: {text}"
+
+
 def _find_in_str(annotation: object, value: object) -> Problem | None:
     if not isinstance(value, str):
-        return _expected(annotation, value)
+        way_out = ""
+        if type(value).__name__ == "dtype":
+            way_out = f"Use its name, {str(value).removeprefix('torch.')!r}"
+        return _expected(annotation, value, way_out)
     if not value:
         return Problem("an empty string means nothing here", "", ValueError)
     return None
@@ -203,7 +217,8 @@ def _find_in_container(annotation: Any, value: object) -> Problem | None:
         if "Tensor" in str(inner[0]) or "Parameter" in str(inner[0]):
             return _expected(annotation, value, "Pass its parameters()")
         return _expected(annotation, value)
-    if isinstance(value, str | bytes) or not isinstance(value, kind):
+    is_other = isinstance(value, str | bytes) or (isinstance(value, Mapping) and not anything)
+    if is_other or not isinstance(value, kind):
         if not anything and find_problem(inner[0], value) is None:
             return _expected(annotation, value, "Put it into a list: [...]")
         return _expected(annotation, value)
@@ -254,6 +269,8 @@ def _find_in_object(annotation: object, value: object) -> Problem | None:
     if isinstance(value, type) and issubclass(value, kind):
         return _expected(annotation, value, f"Make an object of it: {value.__name__}(...)")
     # By name, for the check must not import what it knows of.
+    if kind.__name__ == "dtype" and isinstance(value, str):
+        return _expected(annotation, value, "Use a dtype of torch or its name, such as 'bfloat16'")
     if (kind.__name__, type(value).__name__) == ("Module", "Trainer"):
         return _expected(annotation, value, "Pass the model, not the Trainer")
     if (kind.__name__, type(value).__name__) == ("Module", "generator"):
@@ -268,6 +285,110 @@ _CHECKS: dict[Any, Callable[[Any, object], Problem | None]] = {
     **dict.fromkeys((list, Sequence, Collection, Iterable, set, frozenset), _find_in_container),
     **dict.fromkeys((dict, Mapping), _find_in_mapping),
 }
+
+
+def to_plain(annotation: Any, value: Any) -> Any:
+    """Return a setting in plain Python, as checkpoints, YAML files and other processes can hold it.
+
+    NumPy's numbers become Python's, the name of a dtype becomes the dtype where the annotation allows one, and
+    sequences and mappings of other classes, such as OmegaConf's, become lists and dicts; so do the elements of
+    containers. A value that needs no change is returned itself. Batches, datasets and tensors are not settings:
+    elements that are annotated as ``object`` or as tensors stay as they are, and so do those of a sequence of ``Any``.
+
+    Args:
+        annotation: of the argument; ``Any`` for a setting of unknown type.
+        value: any value.
+
+    Example:
+        >>> from types import MappingProxyType
+        >>> to_plain(Mapping[str, Any], MappingProxyType({"betas": (0.9, 0.95)}))
+        {'betas': (0.9, 0.95)}
+        >>> to_plain(Mapping[str, object], MappingProxyType({"batch": 1}))
+        mappingproxy({'batch': 1})
+    """
+    convert = _conversion_of(type(value))
+    if convert is None:
+        return value
+    return convert(annotation, value)
+
+
+@functools.lru_cache(maxsize=1024)  # of types, which users may define anew
+def _conversion_of(kind: type) -> Callable[[Any, Any], Any] | None:
+    if issubclass(kind, getattr(sys.modules.get("numpy"), "generic", ())):
+        return _to_number
+    if kind is str:
+        return _read_dtype
+    if issubclass(kind, Mapping):
+        return _to_dict
+    if issubclass(kind, Sequence) and not issubclass(kind, str | bytes | bytearray | memoryview | range):
+        return _to_list
+    return None
+
+
+def _to_number(annotation: object, value: Any) -> Any:
+    return value.item()
+
+
+def _read_dtype(annotation: object, word: str) -> Any:
+    torch = sys.modules.get("torch")  # which an annotation with a dtype has imported
+    if torch is None or torch.dtype not in list_members(annotation):
+        return word
+    found = getattr(torch, word.removeprefix("torch."), None)
+    if isinstance(found, torch.dtype):
+        return found
+    return word
+
+
+def _to_dict(annotation: object, value: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    inner = _annotation_inside(annotation, Mapping)
+    if inner is None:
+        return value
+    keys = [to_plain(Any, key) for key in value]
+    values = [to_plain(inner, one) for one in value.values()]
+    is_plain = isinstance(value, dict) and all(map(operator.is_, keys, value))
+    if is_plain and all(map(operator.is_, values, value.values())):
+        return value
+    return dict(zip(keys, values, strict=True))
+
+
+def _to_list(annotation: object, value: Sequence[Any]) -> Sequence[Any]:
+    inner = _annotation_inside(annotation, Iterable)
+    if inner is None:
+        return value
+    values = [to_plain(inner, one) for one in value]
+    if isinstance(value, list | tuple) and all(map(operator.is_, values, value)):
+        return value
+    if isinstance(value, tuple):
+        return tuple(values)
+    return values
+
+
+@functools.cache
+def _annotation_inside(annotation: Any, kind: type) -> Any:
+    """Return the annotation of a container's elements; None if they are not settings."""
+    if annotation is Any:
+        return Any
+    elements = itertools.chain.from_iterable(_list_elements(member, kind) for member in list_members(annotation))
+    settings = list(filter(_is_setting, elements))
+    if not settings:
+        return None
+    return functools.reduce(operator.or_, settings)
+
+
+def _list_elements(annotation: Any, kind: type) -> Iterable[Any]:
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if not isinstance(origin, type) or not issubclass(origin, kind):
+        return ()
+    if kind is Mapping:
+        return inner[1:]
+    if issubclass(origin, Mapping):
+        return ()
+    return [one for one in inner if one not in (..., Any)]
+
+
+def _is_setting(annotation: Any) -> bool:
+    tensor = getattr(sys.modules.get("torch"), "Tensor", ())
+    return annotation is not object and not (isinstance(annotation, type) and issubclass(annotation, tensor))
 
 
 def describe_annotation(annotation: object) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, TypeVar, get_type_hints, overload
 
-from lightning_fasttrain.core.checks.annotations import Problem, find_problem
+from lightning_fasttrain.core.checks.annotations import Problem, find_problem, to_plain
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _LONGEST = 60  # characters of a value in a message
@@ -25,8 +25,9 @@ def check_arguments(function: Callable[..., object] | None = None, /, **ways_out
     """Refuse arguments that do not fit their annotations, before the function runs; for whatever users call.
 
     Decorates a function, or a class, whose ``__init__`` is then checked. Limits of numbers are part of the annotations:
-    :data:`PositiveInt`, :data:`NonNegativeFloat`, :data:`Share`. A default is always accepted. The check takes
-    some 10 µs a call, and none in code that is compiled.
+    :data:`PositiveInt`, :data:`NonNegativeFloat`, :data:`Share`. A default is always accepted. Settings in classes of
+    OmegaConf or NumPy arrive in the function as plain Python, see ``to_plain``. The check takes some 10 µs a call, and
+    none in code that is compiled.
 
     Args:
         function: the function or class.
@@ -64,7 +65,8 @@ def _wrap(function: Any, ways_out: Mapping[str, str]) -> Any:
             name = function.__name__
             if name == "__init__":
                 name = type(args[0]).__name__
-            bind_arguments(function, name, ways_out, *args, **kwargs)
+            bound = bind_arguments(function, name, ways_out, *args, **kwargs)
+            args, kwargs = bound.args, bound.kwargs
         return function(*args, **kwargs)
 
     return checked
@@ -97,14 +99,16 @@ def _read(function: Callable[..., object]) -> _Parameters:
 
 
 def _fit(parameters: _Parameters, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Check whether nothing is wrong with a call, in the short way; False where only binding its arguments can tell."""
+    """Check in the short way whether a call is right as it is; False where only binding its arguments can tell."""
     given = dict(zip(parameters.positional, args, strict=False)) | kwargs
     known = parameters.signature.parameters
     if len(given) < len(args) + len(kwargs) or not parameters.required <= given.keys() <= known.keys():
         return False
     for name, value in given.items():
         annotation = parameters.annotations.get(name)
-        if annotation is not None and value is not known[name].default and find_problem(annotation, value) is not None:
+        if annotation is None or value is known[name].default:
+            continue
+        if to_plain(annotation, value) is not value or find_problem(annotation, value) is not None:
             return False
     return True
 
@@ -112,7 +116,7 @@ def _fit(parameters: _Parameters, args: tuple[Any, ...], kwargs: dict[str, Any])
 def bind_arguments(
     function: Callable[..., object], name: str, ways_out: Mapping[str, str], /, *args: object, **kwargs: object
 ) -> inspect.BoundArguments:
-    """Bind the arguments of a call to the parameters of ``function`` and check each against its annotation.
+    """Bind the arguments of a call to the parameters of ``function``; convert settings to plain Python and check them.
 
     Args:
         function: whose signature counts; of a method, ``self`` is among ``args``.
@@ -135,12 +139,26 @@ def bind_arguments(
         raise TypeError(f"{name}: {error}. {_list_parameters(parameters.signature, kwargs)}.") from None
     for word, value in bound.arguments.items():
         parameter = parameters.signature.parameters[word]
-        if word not in parameters.annotations or value is parameter.default:
+        if value is parameter.default:
             continue
-        problem = _find_any_problem(parameter, parameters.annotations[word], value)
+        annotation = parameters.annotations.get(word)
+        bound.arguments[word] = value = _convert(parameter, annotation, value)
+        if annotation is None:
+            continue
+        problem = _find_any_problem(parameter, annotation, value)
         if problem is not None:
             raise problem.kind(_explain(name, parameter, value, problem, ways_out))
     return bound
+
+
+def _convert(parameter: inspect.Parameter, annotation: object, value: Any) -> Any:
+    if parameter.kind is parameter.VAR_KEYWORD:
+        return to_plain(Any, value)  # settings of something else, such as an optimizer
+    if annotation is None:
+        return value
+    if parameter.kind is parameter.VAR_POSITIONAL:
+        return tuple([to_plain(annotation, one) for one in value])
+    return to_plain(annotation, value)
 
 
 def _find_any_problem(parameter: inspect.Parameter, annotation: object, value: Any) -> Problem | None:

@@ -39,10 +39,11 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | str | Callable[[Bin
         '{}'
     """
     target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(target.parent)
     name = temporary_path(target.parent, target.name)
-    # The user's umask is subtracted from this mode.
-    descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    with _explained(target.parent):
+        # The user's umask is subtracted from this mode.
+        descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         with _Target(io.FileIO(descriptor, "wb")) as file:
             with suppress(OSError):  # not every file system has locks
@@ -82,6 +83,32 @@ class _Target(io.BufferedWriter):
             write_to(self)
         except RuntimeError as error:
             raise self.error or error from error
+
+
+def make_folder(folder: Path) -> None:
+    """Create a folder and those above it, if they are missing.
+
+    Raises:
+        OSError: it cannot be created; the message says what to do.
+
+    Example:
+        >>> make_folder(Path("/dev/null/checkpoints"))
+        Traceback (most recent call last):
+        NotADirectoryError: /dev/null/checkpoints: no file can be created there, Not a directory. Use a folder that ...
+    """
+    with _explained(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+
+
+@contextmanager
+def _explained(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        why = f"no file can be created there, {error.strerror or error}"
+        raised = type(error)(explain(f"{folder}", why, "Use a folder that you may write to"))
+        raised.errno = error.errno  # a caller may repeat what failed for a moment
+        raise raised from error
 
 
 def temporary_path(folder: Path, name: str) -> Path:

@@ -17,6 +17,7 @@ from lightning_fasttrain.core.files.atomic_write import (
     is_being_written,
     is_temporary_file,
     lock,
+    make_folder,
     sync_folder,
     temporary_path,
     write_atomic,
@@ -79,7 +80,7 @@ def checkpoint_folder(
         # Outside of the `try` below: a folder that is not ours has the name then, and must not be removed.
         with _all_or_none(target, agree):
             if rank == 0:
-                target.parent.mkdir(parents=True, exist_ok=True)
+                make_folder(target.parent)
                 _refuse_to_replace(target)
                 # newest_checkpoint of another process sweeps under the same lock.
                 with lock(target.parent):

@@ -46,6 +46,8 @@ def refuse_unreadable(values: object) -> None:
         where, value = found
         why = "it is of a class that could only be read back by running code from the file, which is refused"
         way_out = "Keep numbers, strings, tensors, and lists and dicts of these, in state_dict() and hyper-parameters"
+        if type(value).__module__.startswith("omegaconf"):
+            way_out = "Save plain Python, such as save_hyperparameters(OmegaConf.to_container(cfg, resolve=True))"
         raise ValueError(explain(f"checkpoint entry {where or 'itself'} of class {type(value).__name__}", why, way_out))
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import lightning as L
 from torch import nn
 
+from lightning_fasttrain.core.checks.annotations import to_plain
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.select import Sharing, is_tuner, list_names_above
 from lightning_fasttrain.finetune.quantized.quantized_layer import in_8_bits, is_quantized
@@ -48,6 +49,11 @@ def _refuse_for_whole_models(config: "PeftConfig", peft: Any) -> None:
     why = "PEFT adds this kind to a whole Hugging Face model, in a PeftModel that holds a part of it"
     way_out = "Use peft.get_peft_model(model, config), or another kind, such as peft.LoraConfig(r=16)"
     raise TypeError(explain(f"config={type(config).__name__}", why, way_out))
+
+
+def make_settings_plain_(config: "PeftConfig") -> None:
+    """Convert settings that came from a config file to plain Python, as the adapter's file can hold them."""
+    vars(config).update(to_plain(Any, vars(config)))
 
 
 def check_name(name: object) -> None:

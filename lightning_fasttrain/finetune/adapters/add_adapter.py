@@ -41,6 +41,7 @@ from lightning_fasttrain.finetune.adapters.adapter_checks import (
     check_name,
     check_parameters,
     is_there,
+    make_settings_plain_,
     refuse_merged,
     refuse_namesake,
     refuse_parted,
@@ -144,6 +145,7 @@ def add_adapter_(
     check_config(config)
     check_name(name)
     config = copy.deepcopy(config)
+    make_settings_plain_(config)
     tensors = find_target_parameters(model, getattr(config, "target_parameters", None) or ())
     default: Targets = [] if tensors else "all-linear"
     wanted = targets if targets is not None else (config.target_modules or default)

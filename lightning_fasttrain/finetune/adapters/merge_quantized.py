@@ -174,10 +174,12 @@ def _plain_twin(layer: object, plain: nn.Linear, configs: dict[str, Any], names:
     holder.base = plain
     there = names_in(names, list_adapters(layer))
     scaled = {"base"} if getattr(layer, "is_feedforward", False) else set[str]()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
+    # PEFT has warned when the adapter was added, and would now miss the other targets of its configuration.
+    with warnings.catch_warnings(action="ignore"):
         for name in there:
             config = copy_config_for(configs[name], {"base"}, scaled)
+            if hasattr(config, "trainable_token_indices"):
+                config.trainable_token_indices = None
             peft.inject_adapter_in_model(config, holder, adapter_name=name)
     twin: Any = holder.base
     for attribute in (*layer.adapter_layer_names, *layer.other_param_names):

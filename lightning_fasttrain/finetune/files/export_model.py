@@ -14,7 +14,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 
 from lightning_fasttrain.core.checks import check_arguments, require
-from lightning_fasttrain.core.files.atomic_write import sync_folder, temporary_path
+from lightning_fasttrain.core.files.atomic_write import make_folder, sync_folder, temporary_path
 from lightning_fasttrain.core.messages import explain, say
 from lightning_fasttrain.core.modules.parameters import count_parameters
 from lightning_fasttrain.core.modules.select import Sharing, is_part_of
@@ -184,7 +184,7 @@ def _refuse_lost_ties(twin: Any, state: dict[str, Tensor]) -> None:
 
 @rank_zero_only
 def _write(target: Path, model: Any) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(target.parent)
     unfinished = temporary_path(target.parent, target.name)
     try:
         # The warnings are about generation settings that were loaded that way.

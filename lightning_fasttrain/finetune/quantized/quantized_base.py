@@ -268,9 +268,9 @@ def quantize_base_(
         model: any module whose weights are on the CPU or on CUDA; they are quantised on their device.
         kind: ``"nf4"``, ``"fp4"`` or ``"int8"``.
         double_quant: quantise the constants of 4-bit blocks too, which saves 0.37 bits per weight.
-        compute_dtype: dtype of the products in 4-bit layers. ``"auto"``: the half precision of the Trainer or the
-            weights; for float32, bfloat16 on CUDA devices that support it, else float32. With int8 it is that of the
-            input.
+        compute_dtype: dtype of the products in 4-bit layers, or its name. ``"auto"``: the half precision of the
+            Trainer or the weights; for float32, bfloat16 on CUDA devices that support it, else float32. With int8 it
+            is that of the input.
         skip: layers not to quantise: a class, a class name, or a pattern of qualified names as for
             :func:`~lightning_fasttrain.model.find_blocks`; or several of these. Layers inside of them are skipped too.
 

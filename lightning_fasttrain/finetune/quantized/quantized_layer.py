@@ -1,6 +1,7 @@
 """A linear layer with a quantised weight: creation, dequantisation and size in bytes."""
 
 import copy
+import logging
 from typing import Any
 
 import torch
@@ -60,9 +61,36 @@ def quantized_bytes(
     return -(-elements // 2) + 4 * _CODE + constants
 
 
+class OncePerMessage(logging.Filter):
+    """Let each message through once per process.
+
+    Example:
+        >>> record = logging.makeLogRecord({"msg": "inputs will be cast"})
+        >>> once = OncePerMessage()
+        >>> once.filter(record), once.filter(record)
+        (True, False)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        is_new = message not in self.seen
+        self.seen.add(message)
+        return is_new
+
+
+_once = OncePerMessage()
+
+
 def require_bitsandbytes() -> Any:
     """Import bitsandbytes, or raise an error that names the extra which installs it."""
-    return require("bitsandbytes", extra="finetune")
+    bitsandbytes = require("bitsandbytes", extra="finetune")
+    # An int8 layer logs in each forward that it casts its inputs.
+    logging.getLogger("bitsandbytes.autograd._functions").addFilter(_once)
+    return bitsandbytes
 
 
 def is_quantized(module: nn.Module) -> bool:

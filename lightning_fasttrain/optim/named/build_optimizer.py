@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fasttrain.core.checks import NonNegativeFloat, PositiveFloat, check_arguments, one_of, require
+from lightning_fasttrain.core.checks.annotations import find_problem
+from lightning_fasttrain.core.checks.arguments import show
+from lightning_fasttrain.core.files.safe_load import first_line
 from lightning_fasttrain.core.host.lightning import has_same_gradients
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.optim.closure_optimizer import Groups
@@ -115,16 +118,33 @@ _NORMALIZED = {_normalize(name): known for name, known in KNOWN.items()}
 
 
 def refuse_settings(name: str, kind: type[Optimizer], settings: Mapping[str, object]) -> None:
-    """Refuse settings that the class does not have.
+    """Refuse settings that the class does not have, and values of another kind than the default.
 
     Raises:
         TypeError: names these settings, and the allowed ones.
+        ValueError: another number of values than the default has, such as one beta.
     """
-    allowed = [key for key in inspect.signature(kind).parameters if key not in ("params", "lr", "weight_decay")]
+    parameters = inspect.signature(kind).parameters
+    allowed = [key for key in parameters if key not in ("params", "lr", "weight_decay")]
     unknown = [key for key in settings if key not in allowed]
     if unknown:
         what = f"{', '.join(unknown)} for {name!r}"
         raise TypeError(explain(what, f"{kind.__name__} has no such setting", f"It has {', '.join(allowed)}"))
+    for key, value in settings.items():
+        default = parameters[key].default
+        problem = find_problem(_annotation_of(default), value)
+        if problem is not None and value != default:
+            way_out = problem.way_out or f"Leave it out for the default, {default}"
+            raise problem.kind(explain(f"{key}={show(value)} for {name!r}", problem.why, way_out))
+
+
+def _annotation_of(default: object) -> Any:
+    """Return the annotation of a setting as its default shows it; ``Any`` if that does not say enough."""
+    if isinstance(default, tuple) and default:
+        return tuple[tuple(map(_annotation_of, default))]  # pyright: ignore[reportInvalidTypeForm]
+    if isinstance(default, int | float) and not isinstance(default, bool):
+        return float | Tensor
+    return Any
 
 
 _OF_GALORE = ("rank", "update_every", "scale", "subspace", "blocks")
@@ -213,7 +233,13 @@ def build_optimizer(
         own.setdefault("fused", True)  # unless the user chose otherwise
 
     def make(parameters: Groups) -> Optimizer:
-        optimizer = kind(parameters, lr=rate, weight_decay=decay, **own)
+        try:
+            optimizer = kind(parameters, lr=rate, weight_decay=decay, **own)
+        except ValueError as error:
+            if kind.__module__.startswith("lightning_fasttrain"):
+                raise
+            why = f"{kind.__name__} reports: {first_line(error).rstrip('.')}"
+            raise ValueError(explain(f"the settings of {name!r}", why, "Change this setting")) from error
         # On the innermost optimizer: wrappers define their own ``state_dict``.
         if kind.__module__.startswith("torchao"):
             save_as_plain_tensors_(optimizer)

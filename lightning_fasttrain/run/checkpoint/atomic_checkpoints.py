@@ -279,6 +279,9 @@ class AtomicCheckpoints(Technique):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: the model and optimizers exist, so a checkpoint's size is known, and nothing is trained yet."""
         probe_folders(trainer, trainer.optimizers)
+        is_ours = isinstance(trainer.strategy.checkpoint_io, AtomicCheckpointIO | BackgroundCheckpointIO)
+        if is_ours and trainer.checkpoint_callbacks and self.on_failed_save != "warn":
+            refuse_unreadable_settings(trainer)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: all checkpoints of the run are saved, and the last one may still be in flight."""
@@ -312,6 +315,15 @@ def probe_folders(trainer: L.Trainer, optimizers: Sequence[Optimizer]) -> None:
         warn(reason)
     elif reason is not None:
         raise OSError(reason)
+
+
+def refuse_unreadable_settings(trainer: L.Trainer) -> None:
+    """Refuse hyper-parameters that :func:`refuse_unreadable` would refuse at the first checkpoint of the run."""
+    for owner in filter(None, (trainer.lightning_module, trainer.datamodule)):
+        settings = owner.hparams
+        if isinstance(settings, dict):
+            settings = dict(settings)  # as Lightning saves it
+        refuse_unreadable({owner.CHECKPOINT_HYPER_PARAMS_KEY: settings})
 
 
 def check_folders(trainer: L.Trainer, optimizers: Sequence[Optimizer]) -> str | None:
