@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.files.safe_load import CorruptCheckpoint, read_archive
 from lightning_fasttrain.core.host.lightning import replicates
-from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.messages import explain, warn
 from lightning_fasttrain.core.modules.select import is_part_of
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch_all
 from lightning_fasttrain.core.package import PACKAGE, public_path
@@ -142,6 +142,7 @@ def complete_state(model: nn.Module, checkpoint: Mapping[str, Any]) -> dict[str,
         raise ValueError(explain(f"{type(model).__name__} has no adapter", "the checkpoint holds one", way_out))
     saved = _without_refusal(checkpoint["state_dict"], model)
     _names_in_part(checkpoint, set(saved), model, strict=True)
+    _compare_settings(checkpoint, model, refuse=True)
     if FINGERPRINT not in checkpoint:
         return saved
     # The saved values first: Lightning moves a module to the device of the first of them.
@@ -170,11 +171,13 @@ def checkpoint_adapters_(trainer: L.Trainer, module: L.LightningModule, what_tra
         # In place, for the callbacks that read the checkpoint afterwards.
         checkpoint["state_dict"] = _without_refusal(checkpoint["state_dict"], module)
         part = _names_in_part(checkpoint, set(checkpoint["state_dict"]), module, strict)
+        _compare_settings(checkpoint, module, refuse=not _fits(checkpoint["state_dict"], module))
         load(checkpoint, strict=strict and part is None)
 
     def names_to_load(checkpoint: Mapping[str, object], saved: set[str], strict: bool) -> set[str]:
         refusal = saved & _renamed(module).keys()  # one process wrote the file
         part = _names_in_part(checkpoint, saved - refusal, module, strict)
+        _compare_settings(checkpoint, module, refuse=False)  # the strategy compares the shapes
         return refusal | (set(module.state_dict()) if part is None else part)
 
     changed: dict[str, Any] = {"save_checkpoint": save_checkpoint}
@@ -286,7 +289,6 @@ def _names_in_part(checkpoint: Mapping[str, Any], saved: set[str], module: nn.Mo
     """Return the names to load from a checkpoint of the trained state; None for a checkpoint of the complete model."""
     if FINGERPRINT not in checkpoint:
         _refuse_plain(saved, module)
-        _refuse_other_settings(checkpoint, module)
         return None
     if not is_fingerprint(checkpoint[FINGERPRINT]):
         raise CorruptCheckpoint(explain("the checkpoint", "its fingerprint is damaged", "Use an older checkpoint"))
@@ -301,7 +303,6 @@ def _names_in_part(checkpoint: Mapping[str, Any], saved: set[str], module: nn.Mo
             why = f"it lacks {missing[:3]}"
         way_out = "Resume with the same adapter (targets, rank, train=)"
         raise ValueError(explain("the checkpoint has other trained parameters than this run", why, way_out))
-    _refuse_other_settings(checkpoint, module)
     return saved & known
 
 
@@ -313,8 +314,18 @@ def _refuse_plain(saved: set[str], module: nn.Module) -> None:
         raise ValueError(explain("the checkpoint holds no adapter", why, way_out))
 
 
-def _refuse_other_settings(checkpoint: Mapping[str, Any], module: nn.Module) -> None:
-    """Refuse values that do not fit, as those of another rank, or mean something else, as with another alpha."""
+def _fits(state: Mapping[str, Any], module: nn.Module) -> bool:
+    """Return whether the saved values of adapters have the shapes of this run's."""
+    own = module.state_dict()
+    common = [name for name in adapter_parameters(module) if name in state and name in own]
+    return all(state[name].shape == own[name].shape for name in common)
+
+
+def _compare_settings(checkpoint: Mapping[str, Any], module: nn.Module, refuse: bool) -> None:
+    """Refuse an adapter of another rank, alpha or other setting, or warn of it, with both values.
+
+    A run may resume with another alpha, so a warning is enough where the values fit, and a Trainer shows it.
+    """
     saved = checkpoint.get(ADAPTERS, {})
     if not isinstance(saved, dict) or not all(isinstance(settings, dict) for settings in saved.values()):
         why = "its settings of adapters are damaged"
@@ -322,8 +333,12 @@ def _refuse_other_settings(checkpoint: Mapping[str, Any], module: nn.Module) -> 
     for name, ours in _settings_of_adapters(module).items():
         theirs = saved.get(name, {})
         differ = [key for key, value in ours.items() if theirs.get(key, value) != value]
-        if differ:
-            before = ", ".join(f"{key}={theirs[key]!r}" for key in differ)
-            now = ", ".join(f"{key}={ours[key]!r}" for key in differ)
-            what = f"the checkpoint's adapter '{name}' has {before}, and this run's has {now}"
-            raise ValueError(explain(what, "its values were trained with those settings", "Use the same settings"))
+        if not differ:
+            continue
+        before = ", ".join(f"{key}={theirs[key]!r}" for key in differ)
+        now = ", ".join(f"{key}={ours[key]!r}" for key in differ)
+        what = f"the checkpoint's adapter '{name}' has {before}, and this run's has {now}"
+        message = explain(what, "its values were trained with those settings", "Use the same settings")
+        if refuse:
+            raise ValueError(message)
+        warn(message)
