@@ -368,7 +368,9 @@ def _shapes_here(config: "PeftConfig", base: Any) -> dict[str, list[int]]:
 
     filled = copy.deepcopy(config)
     fill_(filled, base)
-    _prepare_prompt_learning_config(filled, base.config)
+    # The number of layers is not in the dictionary of every model, and older versions of PEFT take no configuration.
+    filled.num_layers = filled.num_layers or getattr(base.config, "num_hidden_layers", None)
+    _prepare_prompt_learning_config(filled, base.config.to_dict())
     virtual = [filled.num_virtual_tokens * (1 + base.config.is_encoder_decoder), filled.token_dim]
     if method_of(filled) == "PREFIX_TUNING":
         virtual = [filled.num_virtual_tokens, 2 * filled.num_layers * filled.token_dim]
