@@ -8,11 +8,13 @@ import lightning as L
 import torch
 from torch import nn
 
+from lightning_fasttrain.core.host.lightning import trainer_of
 from lightning_fasttrain.core.messages import explain, warn
 from lightning_fasttrain.core.modules.wrapped_forward import patch
+from lightning_fasttrain.finetune.adapters.adapter_checkpoints import ADAPTERS, adding_techniques, complete_state
 from lightning_fasttrain.optim import NamedOptimizer
 from lightning_fasttrain.technique import Technique
-from lightning_fasttrain.technique.technique import is_operated_on, list_techniques
+from lightning_fasttrain.technique.technique import apply, is_operated_on, list_techniques
 
 
 class FastTrainMixin:
@@ -62,6 +64,17 @@ class FastTrainMixin:
             way_out = "Set optimizer = ft.NamedOptimizer('adamw', lr=1e-3) in the class"
             raise ValueError(explain(what, "nothing would be trained", way_out))
         return following.configure_optimizers()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Hook: ``load_from_checkpoint`` of a run with adapters adds them before it loads their values."""
+        super().on_load_checkpoint(checkpoint)  # type: ignore[misc]
+        module = cast(nn.Module, self)
+        if ADAPTERS not in checkpoint or trainer_of(module) is not None:  # a Trainer has its techniques add them
+            return
+        techniques = adding_techniques(self.configure_techniques())
+        if techniques:
+            apply(module, techniques)
+            checkpoint["state_dict"] = complete_state(module, checkpoint)
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         # A hook on the module would stand in the way of torch.jit.script.

@@ -61,6 +61,18 @@ ROOMS = [name for name, module in _IMPORTS.items() if module == PACKAGE]  # subp
 PUBLIC = [name for name in SUBPACKAGES if not name.startswith("_")]
 
 
+def public_path(kind: type) -> str:
+    """Return the path under which users find a class of this package.
+
+    Example:
+        >>> from lightning_fasttrain import data
+        >>> public_path(data.MicroBatching), public_path(data.EvenEpochs)
+        ('MicroBatching', 'data.EvenEpochs')
+    """
+    subpackage = kind.__module__.split(".")[1]  # lightning_fasttrain.SUBPACKAGE.file
+    return kind.__name__ if kind.__name__ in PUBLIC else f"{subpackage}.{kind.__name__}"
+
+
 def find_public(name: str) -> object:
     """Return the public object or subpackage of a name: ``__getattr__`` of the package (PEP 562).
 

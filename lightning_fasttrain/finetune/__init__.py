@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     from lightning_fasttrain.core.modules.heads import find_heads
     from lightning_fasttrain.core.modules.parameters import count_parameters
     from lightning_fasttrain.finetune.account_bytes import ByteAccount, account_bytes
+    from lightning_fasttrain.finetune.adapters.adapter_checkpoints import (
+        load_trained_state_,
+        trained_names,
+        trained_state,
+    )
     from lightning_fasttrain.finetune.adapters.add_adapter import (
         adapter_names,
         add_adapter_,
@@ -22,7 +27,7 @@ if TYPE_CHECKING:
         use_adapter_,
     )
     from lightning_fasttrain.finetune.adapters.base_model import base_model, enable_adapters_, unload_adapters_
-    from lightning_fasttrain.finetune.adapters.lora import IA3, Adapter, LoRA, trained_names, trained_state
+    from lightning_fasttrain.finetune.adapters.lora import IA3, Adapter, LoRA
     from lightning_fasttrain.finetune.adapters.merge import MergeReport, merge_adapters_, unmerge_adapters_
     from lightning_fasttrain.finetune.adapters.qlora import QLoRA
     from lightning_fasttrain.finetune.files.adapter_files import load_adapter_, save_adapter
@@ -72,6 +77,7 @@ __all__ = [
     "keep_quantized_",
     "load_adapter_",
     "load_quantized",
+    "load_trained_state_",
     "merge_adapters_",
     "quantize_base_",
     "quantized_bytes",

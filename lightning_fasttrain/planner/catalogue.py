@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_fasttrain import architecture, data, finetune, loss, model, optim, run
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.core.package import PUBLIC, find_public
+from lightning_fasttrain.core.package import PUBLIC, find_public, public_path
 from lightning_fasttrain.technique import Technique
 
 SUBPACKAGES = (data, model, architecture, finetune, loss, optim, run)
@@ -42,17 +42,6 @@ def class_named(name: str) -> type:
     if not isinstance(found, type):
         raise ValueError(explain(f"{name!r}", "this package has no class of this name", "Check how it is written"))
     return found
-
-
-def public_path(kind: type) -> str:
-    """Return the path under which users find a class.
-
-    Example:
-        >>> public_path(data.MicroBatching), public_path(data.EvenEpochs)
-        ('MicroBatching', 'data.EvenEpochs')
-    """
-    subpackage = kind.__module__.split(".")[1]  # lightning_fasttrain.SUBPACKAGE.file
-    return kind.__name__ if kind.__name__ in PUBLIC else f"{subpackage}.{kind.__name__}"
 
 
 def code_of(made: object) -> str:

@@ -139,7 +139,7 @@ def test_checkpoint_resumes_bitwise_in_another_process(kind, tmp_path):
 
     whole = fit(ShallowLM(), BATCHES, [QLoRA(rank=2, kind=kind, dropout=0.1), Save()], max_epochs=2)
     held = torch.load(tmp_path / "half.ckpt", weights_only=True)["state_dict"]
-    assert all("lora_" in name for name in held)
+    assert all("lora_" in name for name, value in held.items() if isinstance(value, torch.Tensor))
     run_code(PROGRAM, kind, tmp_path / "half.ckpt", tmp_path / "end.pt", folder=tmp_path)
     same(weights(whole), torch.load(tmp_path / "end.pt", weights_only=False))
 

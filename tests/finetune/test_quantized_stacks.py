@@ -251,7 +251,8 @@ def test_qlora_trains_resumes_and_saves_only_adapters(tmp_path):
     before = through.lm.lm_head.weight.detach().clone()
     trainer([ft.QLoRA(rank=2), half], max_epochs=2, enable_checkpointing=True).fit(through, as_loader(batches))
     path = tmp_path / "epoch=0.ckpt"
-    assert set(torch.load(path, weights_only=True)["state_dict"]) == set(trained_names(through))
+    saved = torch.load(path, weights_only=True)["state_dict"]
+    assert {name for name in saved if isinstance(saved[name], torch.Tensor)} == set(trained_names(through))
     assert all("lora_" in name for name in trained_names(through))
     trainer([ft.QLoRA(rank=2)], max_epochs=2).fit(resumed, as_loader(batches), ckpt_path=path, weights_only=True)
     assert largest_difference(trained_state(through), trained_state(resumed)) == 0

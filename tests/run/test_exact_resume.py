@@ -753,7 +753,8 @@ def test_different_techniques_are_refused_by_name(then, now, message, tmp_path):
         run([*then(), ExactResume()], save.files[2], max_epochs=1)
     with pytest.raises(ValueError, match=f"{message}.*: so the resumed run would differ"):
         run([*now(), ExactResume()], save.files[2], max_epochs=1)
-    with pytest.warns(ft.FastTrainWarning, match=message):
+    # LoRA itself warns of another alpha, too.
+    with warnings.catch_warnings(action="ignore"), pytest.warns(ft.FastTrainWarning, match=message):
         run([*now(), ExactResume(strict=False)], save.files[2], max_epochs=1)
 
 
@@ -763,7 +764,7 @@ def test_another_rank_of_lora_is_named_before_the_weights_are_loaded(tmp_path):
     other = ft.LoRA(rank=3, targets="net.0")
     with pytest.raises(ValueError, match=r"LoRA with rank = 2 in the checkpoint, 3 in this run"):
         run([copy.deepcopy(other), ExactResume()], save.files[2], max_epochs=1)
-    with pytest.raises(ValueError, match=r"another model: .*\(size mismatch for net.0.lora_A"):
+    with pytest.raises(ValueError, match=r"adapter 'net.default' has r=2, and this run's has r=3"):
         run([copy.deepcopy(other), ExactResume(strict=False)], save.files[2], max_epochs=1)
     with pytest.raises(ValueError, match="LoRA in the checkpoint only"):
         run([ExactResume()], save.files[2], max_epochs=1)

@@ -32,7 +32,7 @@ from lightning_fasttrain.finetune import (
     save_adapter,
     unmerge_adapters_,
 )
-from lightning_fasttrain.finetune.adapters.lora import trained_state
+from lightning_fasttrain.finetune.adapters.adapter_checkpoints import trained_state
 from tests.support.adapter_nets import IDS, Case, adapter_of, base_of, every_case
 from tests.support.nets import as_loader, trainer
 

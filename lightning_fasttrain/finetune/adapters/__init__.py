@@ -2,6 +2,6 @@
 
 The layers are PEFT's.
 
-From the bottom up: ``initializations``, ``adapter_checks``, ``add_adapter``, ``merge_quantized``, ``lora``, ``merge``,
-``qlora``, ``base_model``.
+From the bottom up: ``initializations``, ``adapter_checks``, ``add_adapter``, ``adapter_checkpoints``,
+``merge_quantized``, ``lora``, ``merge``, ``qlora``, ``base_model``.
 """

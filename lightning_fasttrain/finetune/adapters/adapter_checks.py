@@ -208,7 +208,7 @@ def is_there(there: dict[str, Any], name: str, config: "PeftConfig") -> bool:
         raise ValueError(explain(f"{method_of(config)} beside {other}", why, way_out))
     if name not in there:
         return False
-    ours, theirs = _meaning_of(config), _meaning_of(there[name])
+    ours, theirs = meaning_of(config), meaning_of(there[name])
     if ours != theirs:
         differs = [key for key, value in ours.items() if theirs.get(key) != value]
         why = f"an adapter of this name exists, with another {', '.join(differs)}"
@@ -216,7 +216,7 @@ def is_there(there: dict[str, Any], name: str, config: "PeftConfig") -> bool:
     return True
 
 
-def _meaning_of(config: "PeftConfig") -> dict[str, Any]:
+def meaning_of(config: "PeftConfig") -> dict[str, Any]:
     """Return the settings in which two configurations of the same adapter must agree, with lists and sets sorted."""
     ignored = {"base_model_name_or_path", "inference_mode", "peft_version", "auto_mapping", "revision", "task_type"}
     if getattr(config, "init_lora_weights", True) == "eva":

@@ -310,7 +310,9 @@ def use_adapter_(model: nn.Module, name: str | list[str]) -> None:
 
 def use_prompt_(root: object, name: str, trainable: bool = True) -> None:
     """Activate the virtual tokens ``name`` in the forward pass; only they train, or none if not ``trainable``."""
-    root.set_adapter(name, inference_mode=not trainable)
+    root.set_adapter(name)  # older versions of PEFT have no inference_mode here
+    if not trainable:
+        root.requires_grad_(False)
     for other, encoder in root.prompt_encoder.items():
         # PEFT does not change ``requires_grad`` of the others.
         encoder.requires_grad_(trainable and other == name)

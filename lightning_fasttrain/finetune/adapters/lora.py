@@ -6,23 +6,22 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import lightning as L
-from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
-from torch import Tensor, nn
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from torch import nn
 from torch.optim import Optimizer
 
-from lightning_fasttrain.core.checks import PositiveInt, check_arguments, one_of
+from lightning_fasttrain.core.checks import PositiveInt, one_of
 from lightning_fasttrain.core.files.newest_checkpoint import guard_loading
-from lightning_fasttrain.core.files.safe_load import CorruptCheckpoint
 from lightning_fasttrain.core.host.lightning import replicates
 from lightning_fasttrain.core.messages import explain, list_some, note_once, number_of, warn
-from lightning_fasttrain.core.modules.select import as_list, find_tuners, is_part_of
-from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch_all, undo_all
+from lightning_fasttrain.core.modules.select import as_list, find_tuners
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, undo_all
 from lightning_fasttrain.core.state.rng import random_state, set_random_state
+from lightning_fasttrain.finetune.adapters.adapter_checkpoints import checkpoint_adapters_, describe_adapters_
 from lightning_fasttrain.finetune.adapters.add_adapter import adapter_parameters, add_adapter_
 from lightning_fasttrain.finetune.adapters.initializations import Batches
-from lightning_fasttrain.finetune.selection.base_fingerprint import base_fingerprint, is_fingerprint, refuse_other_base
 from lightning_fasttrain.finetune.selection.float32_adapters import let_round_
-from lightning_fasttrain.finetune.selection.qualified_names import list_trainable, names_in, names_not_in
+from lightning_fasttrain.finetune.selection.qualified_names import list_trainable, names_in
 from lightning_fasttrain.finetune.selection.targets import ALL_LINEAR, Targets, require_peft
 from lightning_fasttrain.technique import Capability, Conflict, Exactness, Setting, Surgery, Technique
 from lightning_fasttrain.technique.weight_averages import conflict_with_early_averages, refuse_average_before
@@ -49,7 +48,9 @@ class Adapter(Technique):
         batches: batches for data-dependent initializations.
         checkpoint: ``"adapter"``: Lightning's checkpoints hold only the trained state, and refuse to be resumed on
             another base model, on one device, under DDP, FSDP2Strategy and ZeROStrategy; ``"full"``: they hold the
-            complete model.
+            complete model. ``load_from_checkpoint`` loads both into a module with
+            :class:`~lightning_fasttrain.FastTrainMixin` that names this technique, and raises an error for another
+            class: see :func:`~lightning_fasttrain.finetune.load_trained_state_`.
 
     Raises:
         TypeError, ValueError: when the run begins; see :func:`~lightning_fasttrain.finetune.add_adapter_`.
@@ -127,10 +128,10 @@ class Adapter(Technique):
         self._looked = False
         self._alone = trainer.world_size == 1
         undos = [guard_loading(trainer.strategy)]
-        chooses = hasattr(trainer.strategy, "names_to_load")  # one of this package's strategies
-        if self.checkpoint == "adapter" and (replicates(trainer.strategy) or chooses):
-            undos.append(checkpoint_what_trains_(trainer.strategy, pl_module))
-        elif self.checkpoint == "adapter":
+        what_trains = self.checkpoint == "adapter"
+        if replicates(trainer.strategy) or hasattr(trainer.strategy, "names_to_load"):  # one of this package's
+            undos.append(checkpoint_adapters_(trainer, pl_module, what_trains))
+        elif what_trains:
             name, strategy = type(self).__name__, type(trainer.strategy).__name__
             note_once(f"{name}: checkpoints hold the complete model, since {strategy} writes its own format")
         return undo_all(undos)
@@ -160,10 +161,10 @@ class Adapter(Technique):
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Hook: the strategy is as before once the run has ended, and a checkpoint is still to be a small one."""
-        # During the run the strategy does it, before callbacks such as WeightAveraging write states of their own.
-        runs = "lightning_module_state_dict" in vars(trainer.strategy)
-        if self.checkpoint == "adapter" and replicates(trainer.strategy) and not runs:
-            keep_what_trains_(checkpoint, pl_module)
+        # During the run the strategy does it, after callbacks such as WeightAveraging have written states of their own.
+        runs = "save_checkpoint" in vars(trainer.strategy)
+        if replicates(trainer.strategy) and not runs:
+            describe_adapters_(checkpoint, trainer, pl_module, self.checkpoint == "adapter")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the random state that the adapter's dropout uses; empty in distributed runs: ranks differ in it."""
@@ -336,128 +337,3 @@ def _present(model: nn.Module, targets: list[str]) -> list[str]:
     """Return the targets that are layers of the model; Mixtral's experts, for example, have become parameters."""
     lines = "".join(f".{name}\n" for name, _ in model.named_modules())
     return [target for target in targets if f".{target}\n" in lines]
-
-
-FINGERPRINT = "lightning_fasttrain.base"
-
-
-@check_arguments
-def trained_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return the part of ``model.state_dict()`` that training changes: kilobytes rather than gigabytes.
-
-    It excludes frozen parameters and the buffers of layers whose parameters are frozen (BatchNorm's statistics, the
-    tables of quantised weights); it includes all adapters, also inactive ones.
-
-    Example:
-        >>> import peft, lightning_fasttrain as ft
-        >>> net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        >>> _ = ft.finetune.add_adapter_(net, peft.LoraConfig(r=2), "0")
-        >>> list(ft.finetune.trained_state(net))
-        ['0.lora_A.default.weight', '0.lora_B.default.weight']
-    """
-    return _trained_part(model.state_dict(), model)
-
-
-@check_arguments
-def trained_names(model: nn.Module) -> list[str]:
-    """Return the keys of :func:`trained_state`, in the order of ``model.state_dict()``.
-
-    Fabric saves only these with ``fabric.save(path, {"model": model}, filter={"model": lambda key, _: key in names})``.
-
-    Example:
-        >>> net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-        >>> _ = net[0].requires_grad_(False)
-        >>> trained_names(net)
-        ['1.weight', '1.bias', '1.running_mean', '1.running_var', '1.num_batches_tracked']
-    """
-    adapters = adapter_parameters(model)
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    trains = {name for name, parameter in parameters.items() if parameter.requires_grad}
-    # Quantised weights have nested keys, such as "weight.absmax", also beside a bias that trains.
-    frozen = parameters.keys() - trains
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        own = dict(module.named_parameters(prefix=prefix, recurse=False, remove_duplicate=False))
-        if own and not own.keys() & trains:
-            frozen.add(prefix)
-    names = []
-    for name in model.state_dict():
-        changes = name in trains or (name not in parameters and not is_part_of(name, frozen))
-        if name in adapters or changes:
-            names.append(name)
-    return names
-
-
-def checkpoint_what_trains_(strategy: Strategy, module: L.LightningModule) -> Undo:
-    """Save only :func:`trained_state` in a run's checkpoints, and compare the base's fingerprint when loading them.
-
-    A checkpoint of the complete model, such as one without a fingerprint, is loaded completely. A strategy that loads
-    the model by itself, as FSDP2Strategy and ZeROStrategy do, calls its own ``names_to_load`` for the expected names.
-    """
-    save, load = strategy.save_checkpoint, strategy.load_model_state_dict
-
-    def save_checkpoint(checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        # Lightning calls this on all ranks, and the fingerprint of sharded weights needs all of them.
-        save({**checkpoint, FINGERPRINT: base_fingerprint(module)}, *args, **kwargs)
-
-    def load_model_state_dict(checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        part = _names_in_part(checkpoint, set(checkpoint["state_dict"]), module, strict)
-        load(checkpoint, strict=strict and part is None)
-
-    def names_to_load(checkpoint: Mapping[str, object], saved: set[str], strict: bool) -> set[str]:
-        part = _names_in_part(checkpoint, saved, module, strict)
-        return set(module.state_dict()) if part is None else part
-
-    changed: dict[str, Any] = {
-        "lightning_module_state_dict": lambda: trained_state(module),
-        "save_checkpoint": save_checkpoint,
-    }
-    # Such a strategy has already loaded the model when Lightning calls ``load_model_state_dict``.
-    if hasattr(strategy, "names_to_load"):
-        changed["names_to_load"] = names_to_load
-    else:
-        changed["load_model_state_dict"] = load_model_state_dict
-    return patch_all(strategy, changed)
-
-
-def keep_what_trains_(checkpoint: dict[str, Any], module: L.LightningModule) -> None:
-    """Remove the frozen base from a checkpoint, and add its fingerprint; nothing if it holds no more."""
-    state = checkpoint["state_dict"]
-    trained = _trained_part(state, module)
-    if len(trained) < len(state):
-        checkpoint["state_dict"] = trained
-        checkpoint[FINGERPRINT] = base_fingerprint(module)
-
-
-def _trained_part(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    return {name: state[name] for name in trained_names(model) if name in state}
-
-
-def _names_in_part(
-    checkpoint: Mapping[str, Any], saved: set[str], module: L.LightningModule, strict: bool
-) -> set[str] | None:
-    """Return the names to load from a checkpoint of the trained state; None for a checkpoint of the complete model."""
-    if FINGERPRINT not in checkpoint:
-        _refuse_plain(saved, module)
-        return None
-    if not is_fingerprint(checkpoint[FINGERPRINT]):
-        raise CorruptCheckpoint(explain("the checkpoint", "its fingerprint is damaged", "Use an older checkpoint"))
-    refuse_other_base(checkpoint[FINGERPRINT], module, "the checkpoint")
-    known = set(module.state_dict())
-    missing = names_not_in(trained_names(module), saved)
-    # Modules that are unfrozen later need not train yet.
-    more = sorted(saved - known)
-    if strict and (missing or more):
-        why = f"this run has no {more[:3]}"
-        if missing:
-            why = f"it lacks {missing[:3]}"
-        way_out = "Resume with the same adapter (targets, rank, train=)"
-        raise ValueError(explain("the checkpoint has other trained parameters than this run", why, way_out))
-    return saved & known
-
-
-def _refuse_plain(saved: set[str], module: L.LightningModule) -> None:
-    adapters = adapter_parameters(module)
-    if adapters and not adapters & saved:
-        why = "it was saved before the adapter was added, so this run can start from it but not resume it"
-        way_out = "Load it into the model before the run, with load_state_dict, and omit ckpt_path"
-        raise ValueError(explain("the checkpoint holds no adapter", why, way_out))

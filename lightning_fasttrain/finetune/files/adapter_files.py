@@ -360,13 +360,15 @@ def load_prompts_(
     return [place]
 
 
-def _shapes_here(config: "PeftConfig", base: Any) -> dict[str, list[int]]:
+def _shapes_here(config: Any, base: Any) -> dict[str, list[int]]:
     """Return the shapes of the tensors in PEFT's file of such virtual tokens for this model."""
     from peft.utils.other import _prepare_prompt_learning_config
 
     filled = copy.deepcopy(config)
     fill_(filled, base)
-    _prepare_prompt_learning_config(filled, base.config)
+    # The number of layers is not in the dictionary of every model, and older versions of PEFT take no configuration.
+    filled.num_layers = filled.num_layers or getattr(base.config, "num_hidden_layers", filled.num_layers)
+    _prepare_prompt_learning_config(filled, base.config.to_dict())
     virtual = [filled.num_virtual_tokens * (1 + base.config.is_encoder_decoder), filled.token_dim]
     if method_of(filled) == "PREFIX_TUNING":
         virtual = [filled.num_virtual_tokens, 2 * filled.num_layers * filled.token_dim]
