@@ -20,15 +20,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import bitsandbytes  # noqa: F401, imported once for all processes
+import bitsandbytes
 import lightning as L
-import peft  # noqa: F401
+import peft  # noqa: F401, imported once for all processes
 import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils.data import DataLoader
 from transformers.models.auto import configuration_auto, modeling_auto
+from transformers.pytorch_utils import Conv1D
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.core.files.atomic_write import write_atomic
@@ -252,29 +253,41 @@ class LowRank(nn.Module):
         return weight + self.scale * torch.einsum(self.equation, b, a).to(weight.dtype)
 
 
+def take_quantized_(net: nn.Module, adapted: nn.Module) -> None:
+    """Give a plain model the values that the quantised weights of an adapted one stand for."""
+    plain = dict(net.named_modules())
+    for name, module in adapted.named_modules():
+        if isinstance(module, bitsandbytes.nn.Linear4bit):
+            layer = plain.get(place := name.replace(".base_layer", ""))
+            if layer is None:  # it holds one tensor of its module, such as a stack of experts
+                owner, _, own = place.rpartition(".")
+                current = getattr(plain[owner], own)
+            else:
+                current = layer.weight
+            weight = ft.finetune.dequantized_weight(module)
+            if isinstance(layer, Conv1D):
+                weight = weight.T
+            current.data = weight.reshape(current.shape).to(current.dtype)
+
+
 def adapters_by_hand(net: nn.Module, adapted: nn.Module) -> dict[str, str]:
     """Give a plain model the adapters of an adapted one as parametrizations; return the names of its parameters."""
     names: dict[str, str] = {}
     net.requires_grad_(False)
+    take_quantized_(net, adapted)
     layers = dict(net.named_modules())
     for name, module in adapted.named_modules():
         if not hasattr(module, "lora_A"):
             continue
         adapter: Any = module
-        base, own = adapter.get_base_layer(), getattr(adapter, "parameter_name", None) or "weight"
+        own = getattr(adapter, "parameter_name", None) or "weight"
         place = name.replace(".base_layer", "")
         layer: Any = layers[place]
-        held = getattr(base, own)
-        quantized = held if isinstance(held, nn.Module) else base
-        if "bit" in type(quantized).__name__.lower():
-            weight = ft.finetune.dequantized_weight(quantized)
-            current = getattr(layer, own)
-            current.data = (weight if weight.shape == current.shape else weight.mT.contiguous()).to(current.dtype)
         key = next(iter(adapter.lora_A))
         a, b = adapter.lora_A[key].weight.detach(), adapter.lora_B[key].weight.detach()
         shape = getattr(layer, own).shape
-        is_stored_out_in = shape[-2:] == (len(b), a.shape[1])
-        if len(shape) == 3 and len(b) == a.shape[1]:
+        is_stored_out_in = not isinstance(layer, Conv1D)
+        if len(shape) == 3:
             is_stored_out_in = adapter._did_swap_in_out_features
         experts = "e" if len(shape) == 3 else ""
         stored = "oi" if is_stored_out_in else "io"

@@ -11,6 +11,7 @@ from lightning_fasttrain.finetune.selection.targets import refuse_tied, shortest
 from tests.support.families import built
 from tests.support.nets import HeadFirst, TinyLM
 
+peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 TINY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 50}
 
@@ -145,3 +146,45 @@ def test_adapted_layers_are_found_by_their_original_class():
     ft.finetune.add_adapter_(model, peft.LoraConfig(r=2), "up")
     assert list(ft.finetune.find_targets(model, nn.Linear)) == list(ft.finetune.find_targets(TinyLM(), nn.Linear))
     assert torch.is_tensor(model.blocks[0].up.lora_A["default"].weight)
+
+
+class Router(nn.Linear):
+    def forward(self, x):
+        scores = super().forward(x)
+        return scores.softmax(-1), scores
+
+
+class Scaled(nn.Linear):
+    def forward(self, x):
+        return 3 * super().forward(x)
+
+
+class Grouped(nn.Linear):
+    def forward(self, x):
+        return torch.einsum("tgi,goi->tgo", x, self.weight.view(2, -1, self.in_features))
+
+
+class Transposing(nn.Linear):  # as Falcon's
+    def forward(self, x):
+        return x @ self.weight.T + self.bias
+
+
+@pytest.mark.parametrize("kind", [Router, Scaled, Grouped])
+def test_linear_layers_that_compute_something_else_get_no_adapter(kind):
+    net = nn.Sequential(nn.Linear(4, 4), kind(4, 4), Transposing(4, 4), nn.Linear(4, 2))
+    state = torch.get_rng_state()
+    assert list(ft.finetune.find_targets(net)) == ["0", "2"]
+    assert torch.equal(torch.get_rng_state(), state)
+    with pytest.raises(TypeError, match=rf"target '1': {kind.__name__} does not compute"):
+        ft.finetune.add_adapter_(net, peft.LoraConfig(r=2), "1")
+
+
+def test_layers_thinner_than_the_rank_are_left_out_of_all_linear_layers(caplog):
+    net = nn.ModuleDict({"up": nn.Linear(4, 4), "gate": nn.Linear(4, 1), "down": nn.Linear(4, 4)})
+    net["head"] = nn.Linear(4, 9)
+    with caplog.at_level("INFO", "lightning_fasttrain"):
+        assert ft.finetune.add_adapter_(net, peft.LoraConfig(r=2)) == ["up", "down"]
+    assert "its rank would exceed their size: gate" in caplog.text
+    assert ft.finetune.add_adapter_(net, peft.LoraConfig(r=2)) == ["up", "down"]  # it is there
+    with pytest.raises(ValueError, match="rank=2 for 'gate'"):
+        ft.finetune.add_adapter_(nn.ModuleDict({"gate": nn.Linear(4, 1)}), peft.LoraConfig(r=2), "gate")

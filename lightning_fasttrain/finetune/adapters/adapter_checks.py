@@ -16,7 +16,7 @@ from lightning_fasttrain.finetune.quantized.quantized_layer import in_8_bits, is
 from lightning_fasttrain.finetune.selection.base_fingerprint import is_torchaos
 from lightning_fasttrain.finetune.selection.float32_adapters import switches
 from lightning_fasttrain.finetune.selection.qualified_names import names_not_in
-from lightning_fasttrain.finetune.selection.targets import method_of, owner_of, require_peft
+from lightning_fasttrain.finetune.selection.targets import is_product, method_of, owner_of, require_peft
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -120,6 +120,11 @@ def _adapter_over(key: str, modules: Mapping[str, nn.Module]) -> nn.Module | Non
     return None
 
 
+def largest_rank(layer: nn.Module) -> int:
+    """Return the largest rank of an adapter; a layer without features, such as a convolution, sets no limit."""
+    return min(getattr(layer, "in_features", 1 << 62), getattr(layer, "out_features", 1 << 62))
+
+
 def check_layers(found: dict[str, nn.Module], config: "PeftConfig") -> None:
     rank = getattr(config, "r", None)
     for name, layer in found.items():
@@ -128,6 +133,10 @@ def check_layers(found: dict[str, nn.Module], config: "PeftConfig") -> None:
             raise TypeError(explain(f"target '{name}'", why, f"Target '{name.rpartition('.')[0]}'"))
         if isinstance(layer, nn.MultiheadAttention):
             _check_attention(name, config)
+        if not is_product(layer):
+            why = f"{type(layer).__name__} does not compute x·Wᵀ + b, to which an adapter would add B·A·x"
+            way_out = "Leave it out of the targets, or train it in full with train="
+            raise TypeError(explain(f"target '{name}'", why, way_out))
         # By name, since each library has normalization layers of its own.
         if method_of(config) == "LN_TUNING" and "norm" not in type(layer).__name__.lower():
             why = f"LN tuning trains a copy of a normalization layer, and this is a {type(layer).__name__}"
@@ -137,8 +146,7 @@ def check_layers(found: dict[str, nn.Module], config: "PeftConfig") -> None:
             _check_quantized_start(name, config)
         if is_quantized(layer):
             _check_quantized(name, layer, config)
-        # A layer without these attributes, such as a convolution, sets no limit here.
-        smallest = min(getattr(layer, "in_features", 1 << 62), getattr(layer, "out_features", 1 << 62))
+        smallest = largest_rank(layer)
         if isinstance(rank, int) and rank > smallest:
             why = f"the layer is {layer.in_features} → {layer.out_features}, so its rank is at most {smallest}"
             way_out = f"Use rank={smallest} or less, or leave '{name}' out of the targets"

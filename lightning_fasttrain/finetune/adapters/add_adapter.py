@@ -41,6 +41,7 @@ from lightning_fasttrain.finetune.adapters.adapter_checks import (
     check_name,
     check_parameters,
     is_there,
+    largest_rank,
     make_settings_plain_,
     refuse_merged,
     refuse_namesake,
@@ -65,6 +66,7 @@ from lightning_fasttrain.finetune.selection.qualified_names import (
     strip_prefix,
 )
 from lightning_fasttrain.finetune.selection.targets import (
+    ALL_LINEAR,
     Targets,
     describe_uncovered,
     find_target_parameters,
@@ -147,9 +149,10 @@ def add_adapter_(
     config = copy.deepcopy(config)
     make_settings_plain_(config)
     tensors = find_target_parameters(model, getattr(config, "target_parameters", None) or ())
-    default: Targets = [] if tensors else "all-linear"
+    default: Targets = [] if tensors else ALL_LINEAR
     wanted = targets if targets is not None else (config.target_modules or default)
     found = {} if tensors and wanted == [] else find_targets(model, wanted)
+    thin = _take_out_thin(found, config) if wanted == ALL_LINEAR else []
     whole = find_targets(model, list(train)) if train else {}
     _refuse_both(found, whole)
     refuse_tied(model, found)
@@ -171,8 +174,9 @@ def add_adapter_(
     train_mode(root)
     besides = f", {len(tensors)} tensors ({', '.join(config.target_parameters)})" if tensors else ""
     besides += f", and {', '.join(whole)} in full" if whole else ""
-    if targets in (None, "all-linear"):
+    if targets in (None, ALL_LINEAR):
         besides += f"; heads without adapter: {', '.join(heads)}" if heads else ""
+        besides += f"; without adapter, since its rank would exceed their size: {list_some(thin)}" if thin else ""
         besides += describe_uncovered(model, [*found, *tensors])
     report_added(model, config, name, f"{len(found)} layers ({list_layer_kinds(found)}){besides}")
     return [*found, *tensors]
@@ -183,6 +187,17 @@ def report_added(model: nn.Module, config: "PeftConfig", name: str, what: str) -
     trained, total = count_parameters(model)
     share = f"{trained:,} of {total:,} parameters ({trained / total:.2%})"
     say("%s '%s': %s; trains %s", method_of(config), name, what, share)
+
+
+def _take_out_thin(found: dict[str, nn.Module], config: "PeftConfig") -> list[str]:
+    """Take layers with fewer features than the rank, such as the gate of a shared expert, out of all linear ones."""
+    rank = getattr(config, "r", None) or 0
+    thin = [name for name, layer in found.items() if rank > largest_rank(layer)]
+    if len(thin) == len(found):
+        return []
+    for name in thin:
+        del found[name]
+    return thin
 
 
 def _refuse_both(found: Iterable[str], whole: Collection[str]) -> None:

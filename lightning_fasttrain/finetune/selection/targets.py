@@ -5,7 +5,10 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional as F
 
 from lightning_fasttrain.core.checks import check_arguments, require
 from lightning_fasttrain.core.messages import explain, list_some, warn
@@ -48,10 +51,11 @@ def find_targets(model: nn.Module, targets: Targets = ALL_LINEAR) -> dict[str, n
     Args:
         model: any module; a layer that has an adapter already is matched as the original layer.
         targets: ``"all-linear"``, all linear layers except the heads
-            (:func:`~lightning_fasttrain.finetune.find_heads`) and the layers of a state-space mixer (Mamba) whose
-            weights a kernel reads directly; or one or several of: a qualified name or the end of one
-            (``"attn.q_proj"``), a pattern in which ``*`` stands for one name and ``**`` for any number, a compiled
-            regular expression for the complete name, a class, a class name.
+            (:func:`~lightning_fasttrain.finetune.find_heads`), descendants of ``nn.Linear`` that compute something
+            else, as some routers do, and the layers of a state-space mixer (Mamba) whose weights a kernel reads
+            directly; or one or several of: a qualified name or the end of one (``"attn.q_proj"``), a pattern in which
+            ``*`` stands for one name and ``**`` for any number, a compiled regular expression for the complete name, a
+            class, a class name.
 
     Returns:
         Qualified name → layer, in the order of ``model.named_modules()``. A layer that the model holds under several
@@ -72,7 +76,8 @@ def find_targets(model: nn.Module, targets: Targets = ALL_LINEAR) -> dict[str, n
     layers = layers_of(model)  # a layer with an adapter is listed as the original layer
     if isinstance(targets, str) and targets.lower() == ALL_LINEAR:
         heads = [*find_heads(model), *read_past(model)]
-        found = {name: layer for name, layer in layers.items() if name not in heads and is_linear(layer)}
+        linear = {name: layer for name, layer in layers.items() if name not in heads and is_linear(layer)}
+        found = {name: layer for name, layer in linear.items() if is_product(layer)}
         if not found:
             why = f"{type(model).__name__} has no linear layer besides heads ({', '.join(heads) or 'none'})"
             way_out = f"Name the layers. Candidates: {list_layer_kinds(layers)}"
@@ -87,6 +92,28 @@ def find_targets(model: nn.Module, targets: Targets = ALL_LINEAR) -> dict[str, n
         return any(_is_target(one, layer, target) for one in all_names[name])
 
     return select(model, wanted, layers, "targets", means, lambda _: list_layer_kinds(layers))
+
+
+def is_product(layer: nn.Module) -> bool:
+    """Check whether a linear layer computes x·Wᵀ + b, if its class has a forward of its own.
+
+    Layers of quantisation libraries do, up to rounding, and are not tried.
+    """
+    weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
+    is_own = isinstance(layer, nn.Linear) and type(layer).forward is not nn.Linear.forward
+    if not is_own or type(weight) not in (nn.Parameter, FakeTensor) or weight is None:
+        return True
+    x = torch.linspace(-1, 1, 2 * weight.shape[1], device=weight.device).view(2, -1).to(weight.dtype)
+    try:
+        with torch.no_grad(), torch.random.fork_rng([]):
+            output, expected = type(layer).forward(layer, x), F.linear(x, weight, bias)
+    except Exception:
+        return False  # it needs inputs of another shape
+    if not isinstance(output, Tensor) or output.shape != expected.shape:
+        return False
+    if isinstance(output, FakeTensor) or output.is_meta:
+        return True
+    return bool((output - expected).norm() <= _ROUNDING * expected.norm())
 
 
 def _is_target(name: str, layer: nn.Module, target: Target) -> bool:
@@ -228,6 +255,7 @@ def method_of(config: "PeftConfig") -> str:
     return getattr(config.peft_type, "value", "")
 
 
+_ROUNDING = 0.1  # of an output's size
 _MUCH = 0.1  # of all bytes: then it is worth a warning
 
 
