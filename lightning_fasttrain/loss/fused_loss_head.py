@@ -335,6 +335,7 @@ class FusedHead(WrappedForward):
         self.options, self.search = options, search
         self.evidence = HeadEvidence()
         self.used = False
+        self.is_guessed = False  # in a prediction, where logits used for more than the loss would show that it is none
 
     @property
     def is_fused(self) -> bool:
@@ -367,7 +368,7 @@ class FusedHead(WrappedForward):
             self.module.out_features,
             autocast or input.dtype,
             functools.partial(self.loss_of, autocast),
-            values_of=functools.partial(self._values_of, autocast),
+            values_of=None if self.is_guessed else functools.partial(self._values_of, autocast),
             adds_to_loss=self.options["z_loss"] > 0,
         )
 
@@ -491,13 +492,15 @@ class FusedLossHead(Technique):
         return steady
 
     def apply(self, model: nn.Module) -> Undo:
-        head = self.head
+        head, is_guessed = self.head, False
         if head is None and self._is_predicted and not told_heads(model):
             likely = outside_blocks(model, find_heads(model))
             if len(likely) == 1:
-                head = likely[0]
+                head, is_guessed = likely[0], True
         options = {"chunk": self.chunk, "backend": self.backend, "z_loss": self.z_loss}
         fused = self._fused = fuse_loss_head_(model, head, **options)
+        for one in fused.values():
+            one.is_guessed = is_guessed
         if self._search is not None:
             self._search.told = self._is_asked
 

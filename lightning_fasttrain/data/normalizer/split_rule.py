@@ -486,6 +486,8 @@ def _find_offset(read: ReadNormalizer, trial: Trial) -> float | None:
 def _describe(term: ReadTerm) -> str:
     if term.name in ("NllLoss", "NllLoss2D"):
         return "its number of targets, or the sum of their class weights (cross_entropy)"
+    if term.name == "_Chunked":
+        return "the number of tokens that its fused loss counts"
     if term.kind == "mean":
         return f"the number of elements of its {term.name.lower()}"
     return "the divisor of its sum"
