@@ -152,7 +152,7 @@ def add_adapter_(
     default: Targets = [] if tensors else ALL_LINEAR
     wanted = targets if targets is not None else (config.target_modules or default)
     found = {} if tensors and wanted == [] else find_targets(model, wanted)
-    thin = _take_out_thin(found, config) if wanted == ALL_LINEAR else []
+    thin = _remove_thin(found, config) if wanted == ALL_LINEAR else []
     whole = find_targets(model, list(train)) if train else {}
     _refuse_both(found, whole)
     refuse_tied(model, found)
@@ -189,8 +189,8 @@ def report_added(model: nn.Module, config: "PeftConfig", name: str, what: str) -
     say("%s '%s': %s; trains %s", method_of(config), name, what, share)
 
 
-def _take_out_thin(found: dict[str, nn.Module], config: "PeftConfig") -> list[str]:
-    """Take layers with fewer features than the rank, such as the gate of a shared expert, out of all linear ones."""
+def _remove_thin(found: dict[str, nn.Module], config: "PeftConfig") -> list[str]:
+    """Remove the layers with fewer features than the rank, such as the gate of a shared expert."""
     rank = getattr(config, "r", None) or 0
     thin = [name for name, layer in found.items() if rank > largest_rank(layer)]
     if len(thin) == len(found):
