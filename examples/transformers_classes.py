@@ -390,7 +390,8 @@ def run_class(task: str, kind: str, name: str) -> dict[str, Any]:
 
 
 def is_right(row: dict[str, Any]) -> bool:
-    return row.get("difference", 1.0) <= max(1e-5, 1e-3 * row.get("moved", 0.0)) and row.get("moved", 0.0) > 1e-4
+    apart, moved = row.get("difference", 1.0), row.get("moved", 0.0)
+    return apart <= 1e-3 * moved or (apart <= 1e-5 and moved >= 1e-4)
 
 
 def summarize(classes: dict[str, Any]) -> str:

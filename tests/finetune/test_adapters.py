@@ -328,7 +328,7 @@ def test_all_linear_on_mamba_is_the_layers_that_are_called(technique, caplog):
         warnings.filterwarnings("ignore", message=".*of the bytes of Mamba.* stay in full precision")
         ft.apply(model, [technique()])
     left = ", ".join(f"backbone.layers.0.mixer.{name}" for name in ("x_proj", "dt_proj", "out_proj"))
-    assert f"since a kernel reads their weights: {left} and 3 more" in caplog.text
+    assert f"since their weights are read without calling them: {left} and 3 more" in caplog.text
     model(IDS, labels=IDS).loss.backward()
     trained = {name: p.grad is not None for name, p in model.named_parameters() if p.requires_grad}
     assert all(trained.values())

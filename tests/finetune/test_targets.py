@@ -188,3 +188,36 @@ def test_layers_thinner_than_the_rank_are_left_out_of_all_linear_layers(caplog):
     assert ft.finetune.add_adapter_(net, peft.LoraConfig(r=2)) == ["up", "down"]  # it is there
     with pytest.raises(ValueError, match="rank=2 for 'gate'"):
         ft.finetune.add_adapter_(nn.ModuleDict({"gate": nn.Linear(4, 1)}), peft.LoraConfig(r=2), "gate")
+
+
+class Reading(nn.Module):
+    """Multiplies with weights that it reads, as WavLM does, and casts to the dtype of one, as LongT5 does."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.out, self.wo, self.up = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x):
+        x = self.mix(self.up(x))
+        return self.wo(x.to(self.wo.weight.dtype))
+
+    def mix(self, x):
+        return torch.stack([nn.functional.linear(row, self.q.weight, self.out.bias) @ self.out.weight for row in x])
+
+    def reset(self):
+        nn.init.zeros_(self.up.weight)
+
+
+def test_weights_that_are_read_get_no_adapter_and_stay_unquantised(caplog):
+    net = nn.Sequential(Reading(), Reading(), nn.Linear(8, 3))
+    with caplog.at_level("INFO", "lightning_fasttrain"):
+        assert ft.finetune.add_adapter_(net, peft.LoraConfig(r=2)) == ["0.wo", "0.up", "1.wo", "1.up"]
+    assert "since their weights are read without calling them: 0.q, 0.out, 1.q and 1 more" in caplog.text
+    net(torch.ones(2, 8)).sum().backward()
+    assert all(value.grad is not None for value in net.parameters() if value.requires_grad)
+    pytest.importorskip("bitsandbytes")
+    plain = nn.Sequential(Reading(), Reading(), nn.Linear(8, 3))
+    ft.finetune.quantize_base_(plain)
+    kinds = {name: type(layer).__name__ for name, layer in plain[0].named_children()}
+    assert kinds == {"q": "Linear", "out": "Linear", "wo": "Linear", "up": "Linear4bit"}
+    assert torch.isfinite(plain(torch.ones(2, 8))).all()

@@ -43,6 +43,7 @@ from lightning_fasttrain.finetune.selection.targets import (
     is_matrix,
     out_of_reach,
     owner_of,
+    read_besides,
     read_past,
     shares_of,
     warn_of_what_is_out_of_reach,
@@ -87,7 +88,8 @@ def sort_out(model: nn.Module, kind: str, skip: Blocks) -> Quantizable:
     """
     skipped, heads = find_skipped(model, skip), find_heads(model)
     shared = {**_kept_whole(model), **_shared_modules(model)}
-    shared.update(dict.fromkeys(read_past(model), "a kernel reads its weight without calling it"))
+    shared.update(dict.fromkeys(read_besides(model), "its module reads its weight, or the dtype of it"))
+    shared.update(dict.fromkeys(read_past(model), "its weight is read without calling it"))
     layers: dict[str, Any] = {}
     already: dict[str, nn.Module] = {}
     left: dict[str, str] = {}
@@ -166,9 +168,10 @@ def _kept_whole(model: nn.Module) -> dict[str, str]:
     """Map modules that Hugging Face models keep in float32, such as ``wo`` in T5, to that reason."""
     reasons: dict[str, str] = {}
     for prefix, owner in model.named_modules():
-        kept = set(getattr(owner, "_keep_in_fp32_modules", None) or ())
+        kept = {*(getattr(owner, "_keep_in_fp32_modules", None) or ())}
+        kept |= {*(getattr(owner, "_keep_in_fp32_modules_strict", None) or ())}
         for name, _ in owner.named_modules():
-            if kept.intersection(name.split(".")):
+            if any(f".{one}." in f".{name}." for one in kept):
                 reasons[f"{prefix}.{name}".lstrip(".")] = f"{type(owner).__name__} keeps it in float32"
     return reasons
 

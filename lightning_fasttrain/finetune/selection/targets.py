@@ -1,8 +1,12 @@
 """Find the layers that adapters are added to, and name the weights that they would not cover."""
 
+import functools
+import inspect
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from dis import get_instructions
+from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,10 +56,10 @@ def find_targets(model: nn.Module, targets: Targets = ALL_LINEAR) -> dict[str, n
         model: any module; a layer that has an adapter already is matched as the original layer.
         targets: ``"all-linear"``, all linear layers except the heads
             (:func:`~lightning_fasttrain.finetune.find_heads`), descendants of ``nn.Linear`` that compute something
-            else, as some routers do, and the layers of a state-space mixer (Mamba) whose weights a kernel reads
-            directly; or one or several of: a qualified name or the end of one (``"attn.q_proj"``), a pattern in which
-            ``*`` stands for one name and ``**`` for any number, a compiled regular expression for the complete name, a
-            class, a class name.
+            else, as some routers do, and layers whose weights are read without calling them, as in a state-space
+            mixer (Mamba); or one or several of: a qualified name or the end of one (``"attn.q_proj"``), a pattern in
+            which ``*`` stands for one name and ``**`` for any number, a compiled regular expression for the complete
+            name, a class, a class name.
 
     Returns:
         Qualified name → layer, in the order of ``model.named_modules()``. A layer that the model holds under several
@@ -100,13 +104,15 @@ def is_product(layer: nn.Module) -> bool:
     Layers of quantisation libraries do, up to rounding, and are not tried.
     """
     weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
-    is_own = isinstance(layer, nn.Linear) and type(layer).forward is not nn.Linear.forward
+    kind: Any = type(layer)
+    is_own = isinstance(layer, nn.Linear) and kind.forward is not nn.Linear.forward
+    is_own = is_own and kind.__module__.partition(".")[0] not in ("bitsandbytes", "torch", "torchao")
     if not is_own or type(weight) not in (nn.Parameter, FakeTensor) or weight is None:
         return True
     x = torch.linspace(-1, 1, 2 * weight.shape[1], device=weight.device).view(2, -1).to(weight.dtype)
     try:
         with torch.no_grad(), torch.random.fork_rng([]):
-            output, expected = type(layer).forward(layer, x), F.linear(x, weight, bias)
+            output, expected = kind.forward(layer, x), F.linear(x, weight, bias)
     except Exception:
         return False  # it needs inputs of another shape
     if not isinstance(output, Tensor) or output.shape != expected.shape:
@@ -255,23 +261,72 @@ def method_of(config: "PeftConfig") -> str:
     return getattr(config.peft_type, "value", "")
 
 
+_READS = ("LOAD_ATTR", "LOAD_METHOD")
 _ROUNDING = 0.1  # of an output's size
 _MUCH = 0.1  # of all bytes: then it is worth a warning
 
 
 def read_past(model: nn.Module) -> list[str]:
-    """Return the names of linear layers of state-space models (Mamba) whose weights a kernel reads directly.
+    """Return the names of linear layers whose weights are read without calling them, so adapters have no effect.
 
-    On a CPU some of these layers are called, on CUDA only ``in_proj`` is, so an adapter on the others may have no
-    effect.
+    Among them are those of state-space models (Mamba): on a CPU some of these are called, on CUDA only ``in_proj`` is.
     """
     found: list[str] = []
-    for mixer, module in model.named_modules():
-        if "A_log" in module._parameters:
-            for name, child in module.named_children():
-                if is_linear(child) and name != "in_proj":
-                    found.append(f"{mixer}.{name}")
+    for above, module in model.named_modules():
+        is_mixer, readers = "A_log" in module._parameters, _attributes_of_layers(type(module))
+        for name, child in module.named_children():
+            is_called = not readers.get(name, {""}) <= {"weight", "weight.dtype", "bias"}
+            if is_linear(child) and (not is_called or (is_mixer and name != "in_proj")):
+                found.append(f"{above}.{name}".lstrip("."))
     return found
+
+
+def read_besides(model: nn.Module) -> list[str]:
+    """Return the names of linear layers whose weight, or its dtype, the code of the module that calls them reads too.
+
+    A weight that is packed in bytes would do as neither. FlashAttention's classes read the dtype for other reasons.
+    """
+    found: list[str] = []
+    for above, module in model.named_modules():
+        readers = _attributes_of_layers(type(module))
+        if "Flash" in type(module).__name__:
+            continue
+        for name, child in module.named_children():
+            if is_linear(child) and readers.get(name, set()) & {"weight", "weight.dtype"}:
+                found.append(f"{above}.{name}".lstrip("."))
+    return found
+
+
+@functools.cache
+def _attributes_of_layers(kind: type[nn.Module]) -> dict[str, set[str]]:
+    """Map what a module's forward takes of itself, such as ``q_proj``, to what it reads of that; "" for a call."""
+    read: dict[str, set[str]] = {}
+    if kind.__module__.startswith("torch."):  # whose kernels for inference read weights of layers that training calls
+        return read
+    waiting, seen = ["forward"], set[str]()
+    while waiting:
+        name = waiting.pop()
+        method: Any = getattr(kind, name, None)
+        if name in seen or not callable(method) or not isinstance(method := inspect.unwrap(method), FunctionType):
+            continue
+        seen.add(name)
+        for code in _codes_in(method.__code__):
+            waiting += code.co_names
+            names: list[str | None] = []
+            for instruction in get_instructions(code):
+                names.append(instruction.argval if instruction.opname in _READS else None)
+            for first, second, third in zip(names, [*names[1:], None], [*names[2:], None, None], strict=True):
+                if first is not None:
+                    of_weight = second == "weight" and third in ("dtype", "device")
+                    read.setdefault(first, set()).add(f"weight.{third}" if of_weight else second or "")
+    return read
+
+
+def _codes_in(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes_in(constant)
 
 
 def out_of_reach(model: nn.Module, skipped: Collection[str] = ()) -> dict[str, str]:
@@ -330,5 +385,5 @@ def describe_uncovered(model: nn.Module, adapted: Collection[str]) -> str:
     if share >= _MUCH:
         said += f"; without adapter, since not in a linear layer: {list_some(names)} ({share:.0%} of all bytes)"
     if passed:
-        said += f"; without adapter, since a kernel reads their weights: {list_some(passed)}"
+        said += f"; without adapter, since their weights are read without calling them: {list_some(passed)}"
     return said
