@@ -274,6 +274,10 @@ def adapters_by_hand(net: nn.Module, adapted: nn.Module) -> dict[str, str]:
     """Give a plain model the adapters of an adapted one as parametrizations; return the names of its parameters."""
     names: dict[str, str] = {}
     net.requires_grad_(False)
+    for module in net.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):  # beside an adapter, statistics are frozen too
+            module.eval()
+            module.train = lambda mode=True, module=module: module  # type: ignore[method-assign]
     take_quantized_(net, adapted)
     layers = dict(net.named_modules())
     for name, module in adapted.named_modules():

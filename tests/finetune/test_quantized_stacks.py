@@ -316,3 +316,10 @@ def test_peak_memory_is_predicted(checkpointed):
                 optimizer.step()
                 optimizer.zero_grad()
     assert predicted == pytest.approx(memory.peak_bytes, rel=0.05)
+
+
+def test_a_convolution_with_weight_normalization_is_not_quantised():
+    conv = nn.utils.parametrizations.weight_norm(nn.Conv1d(8, 8, 3))
+    report = quantize_base_(nn.Sequential(conv, nn.Linear(256, 256), nn.Linear(256, 2)))
+    assert report.stacks == ()
+    assert type(conv.parametrizations.weight.original1) is nn.Parameter

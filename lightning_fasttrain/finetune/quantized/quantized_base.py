@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_fasttrain.core.checks import check_arguments, one_of
@@ -123,8 +124,8 @@ def _stacks(model: nn.Module, skipped: set[str]) -> dict[str, tuple[nn.Module, s
     """Find tensors of several matrices that modules multiply with in their own forward, such as experts."""
     found: dict[str, tuple[nn.Module, str]] = {}
     for name, module in walk_around(model, lambda module: is_a(module, *_ADAPTERS)):
-        # The weight of a Conv1d has three dimensions as well.
-        if name in skipped or isinstance(module, _ConvNd):
+        # The weight of a Conv1d has three dimensions as well, also with weight normalization.
+        if name in skipped or isinstance(module, _ConvNd | ParametrizationList):
             continue
         for key, parameter in module.named_parameters(recurse=False):
             if parameter.ndim == 3 and is_matrix(parameter) and parameter.dtype in FLOATS:
