@@ -37,7 +37,7 @@ def _recorded(method: Callable[..., Any], name: str | None = None) -> Callable[.
     @functools.wraps(method)
     def record(self: "DeferredLogits", *args: Any, **kwargs: Any) -> Any:
         use = f".{name}"
-        if not self._are_plain():
+        if not self.are_plain():
             try:
                 return method(self, *args, **kwargs)
             except NeedsValuesError as error:
@@ -182,7 +182,7 @@ class DeferredLogits:
     def _owner(self) -> "DeferredLogits":
         return self if self._parent is None else self._parent[0]._owner()
 
-    def _are_plain(self) -> bool:
+    def are_plain(self) -> bool:
         """Whether the values count from now on: they were written to, or have a hook for all of their gradient."""
         owner = self._owner()
         return owner._values is not None and (owner._has_hooks or owner._values._version != owner._version)
@@ -223,7 +223,7 @@ class DeferredLogits:
 
     def _use_values(self, name: str, use: str, *args: Any, **kwargs: Any) -> Any:
         """Apply an operation to the values."""
-        if self.adds_to_loss and (name in _LOSSES or self._are_plain()):
+        if self.adds_to_loss and (name in _LOSSES or self.are_plain()):
             raise NeedsValuesError(use, "z_loss= is added to the loss of logits that are not written to alone")
         values = self.compute(use)
         args, kwargs = _with_values((args, kwargs), use)

@@ -182,6 +182,11 @@ def _as_parts(output: object) -> Sequence[Any]:
     return (output,)
 
 
+def _is_written(values: object) -> bool:
+    """Whether the output of an operation was modified in place."""
+    return isinstance(values, Tensor) and not values.is_inference() and values._version > 0
+
+
 def logits_of(
     output: object, head: nn.Module | None, tapped: tuple[object, object] | None, autocast: torch.dtype | None
 ) -> LogitsOf | None:
@@ -198,11 +203,13 @@ def logits_of(
     if logits is None:
         logits = made
     factor, cap, added = 1.0, None, None
+    if isinstance(logits, DeferredLogits) and logits.are_plain():
+        logits = logits.compute()
     if isinstance(logits, DeferredLogits):
         # They are cap · tanh(factor · (W h + b) + added); LogitsOf are cap · tanh((W h + b) / cap).
         hidden, cap = logits.hidden, logits.cap
         factor, added = logits.scales()
-    elif logits is not made:  # they were modified afterwards
+    elif logits is not made or _is_written(logits):  # they were modified afterwards
         hidden = None
     if not isinstance(hidden, Tensor) or not isinstance(head, nn.Linear):  # deferred logits need its weight
         return LogitsOf(logits) if isinstance(logits, Tensor) else None

@@ -932,3 +932,20 @@ def test_on_cuda_the_teacher_follows_the_student_and_returns():
     module = fit(TinyLM(), BATCHES, [Distillation(teacher, head="head"), ft.FusedLossHead("head")], accelerator="gpu")
     assert largest_difference(weights(expected), weights(module)) <= 1e-4
     assert {p.device.type for p in teacher.parameters()} == {"cpu"}
+
+
+@pytest.mark.filterwarnings("ignore:FusedLossHead did nothing")
+@pytest.mark.parametrize("fused", [False, True])
+def test_logits_that_are_modified_in_place_are_compared_as_they_are(fused):
+    class Masking(TinyLM):
+        def forward(self, ids):
+            logits = super().forward(ids)
+            logits[..., 5:] = -9.0
+            return logits
+
+    teacher = perturbed(Masking())
+    expected = by_hand(Masking(), teacher, BATCHES)
+    techniques = [Distillation(teacher, head="head"), *([ft.FusedLossHead("head")] if fused else [])]
+    module = fit(Masking(), BATCHES, techniques)
+    assert largest_difference(weights(expected), weights(module)) <= 1e-5
+    assert largest_difference(weights(Masking()), weights(module)) > 1e-3
