@@ -175,6 +175,9 @@ def test_linear_layers_that_compute_something_else_get_no_adapter(kind):
     state = torch.get_rng_state()
     assert list(ft.finetune.find_targets(net)) == ["0", "2"]
     assert torch.equal(torch.get_rng_state(), state)
+    partitioned = Transposing(4, 4)
+    partitioned.weight.data = torch.empty(0)  # as DeepSpeed's ZeRO-3 leaves it
+    assert list(ft.finetune.find_targets(nn.Sequential(partitioned, nn.Linear(4, 2)))) == ["0"]
     with pytest.raises(TypeError, match=rf"target '1': {kind.__name__} does not compute"):
         ft.finetune.add_adapter_(net, peft.LoraConfig(r=2), "1")
 

@@ -36,6 +36,7 @@ from lightning_fasttrain.core.modules.select import (
     stands_for,
     walk_around,
 )
+from lightning_fasttrain.core.state.rng import keep_random_state
 from lightning_fasttrain.finetune.selection.freezing import can_train
 from lightning_fasttrain.finetune.selection.qualified_names import names_in, names_not_in
 
@@ -107,11 +108,13 @@ def is_product(layer: nn.Module) -> bool:
     kind: Any = type(layer)
     is_own = isinstance(layer, nn.Linear) and kind.forward is not nn.Linear.forward
     is_own = is_own and kind.__module__.partition(".")[0] not in ("bitsandbytes", "torch", "torchao")
-    if not is_own or type(weight) not in (nn.Parameter, FakeTensor) or weight is None:
+    if not is_own or weight is None or type(weight) not in (nn.Parameter, FakeTensor):
+        return True
+    if weight.shape != (layer.out_features, layer.in_features):  # packed, or partitioned over ranks
         return True
     x = torch.linspace(-1, 1, 2 * weight.shape[1], device=weight.device).view(2, -1).to(weight.dtype)
     try:
-        with torch.no_grad(), torch.random.fork_rng([]):
+        with torch.no_grad(), keep_random_state():
             output, expected = kind.forward(layer, x), F.linear(x, weight, bias)
     except Exception:
         return False  # it needs inputs of another shape
