@@ -46,7 +46,7 @@ class Variant:
                 self.step()
         for _ in range(SETTLING):
             self.step()
-        with ft.run.PeakMemory("cpu", self.module, self.optimizer) as peak:
+        with ft.profiling.PeakMemory("cpu", self.module, self.optimizer) as peak:
             self.step()
         self.peak_bytes, self.ms = peak.peak_bytes, float("inf")
 

@@ -66,7 +66,7 @@ class Side:
         """Once; before it, kernels are compiled and chosen."""
         self.step()
         self.hidden.grad = self.weight.grad = None
-        with ft.run.PeakMemory(self.device, self.hidden, self.weight, self.targets) as peak:
+        with ft.profiling.PeakMemory(self.device, self.hidden, self.weight, self.targets) as peak:
             loss = self.step()
         gradients = self.hidden.nbytes + self.weight.nbytes
         return {"added_mib": peak.added_bytes / MIB, "gradients_mib": gradients / MIB, "loss": loss.item()}

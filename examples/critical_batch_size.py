@@ -49,7 +49,7 @@ class Table(L.Callback):
 
 def train(steps):
     torch.manual_seed(0)
-    noise = ft.run.GradientNoiseScale(every_n_steps=1, decay=DECAY)
+    noise = ft.profiling.GradientNoiseScale(every_n_steps=1, decay=DECAY)
     table = Table(noise)
     trainer = L.Trainer(
         accelerator="cpu",

@@ -63,7 +63,7 @@ def train(kind, steps):
     clock = Clock()
     callbacks = [ft.MicroBatching(4), ft.ActivationCheckpointing(), ft.EagerGradientRelease(), clock]
     if kind == "GarbageCollection":
-        callbacks.append(ft.run.GarbageCollection())
+        callbacks.append(ft.guards.GarbageCollection())
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = L.Trainer(
         accelerator="cpu", max_steps=WARMUP + steps, callbacks=callbacks, enable_model_summary=False, **quiet

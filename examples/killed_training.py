@@ -173,9 +173,9 @@ def free_bytes(folder):
 
 def guards(faults, exact, background):
     hangs = any(fault.kind == "hung rank" for fault in faults)
-    watch = ft.run.HangWatch(*((4.0, 15.0) if hangs else (120.0, 120.0)))
-    found = [ft.AtomicCheckpoints(background=background), ft.Preemption(), watch, ft.data.SampleGuard()]
-    found += [ft.FiniteGuard(stop_after=1), ft.run.SpikeGuard()]
+    watch = ft.guards.HangWatch(*((4.0, 15.0) if hangs else (120.0, 120.0)))
+    found = [ft.AtomicCheckpoints(background=background), ft.Preemption(), watch, ft.loaders.SampleGuard()]
+    found += [ft.FiniteGuard(stop_after=1), ft.guards.SpikeGuard()]
     return found + ([ft.ExactResume()] if exact else [])
 
 

@@ -125,7 +125,7 @@ def measure(specimen, device, way):
 
     step()
     step()
-    with ft.run.PeakMemory(device, module, optimizer, batch) as peak:
+    with ft.profiling.PeakMemory(device, module, optimizer, batch) as peak:
         step()
     reserved = torch.cuda.max_memory_reserved() if device == "cuda" else 0
     return peak.peak_bytes - before, reserved

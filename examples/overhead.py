@@ -97,7 +97,7 @@ def techniques():
 
 
 def guards():
-    return [ft.FiniteGuard(), ft.run.SpikeGuard()]
+    return [ft.FiniteGuard(), ft.guards.SpikeGuard()]
 
 
 def recomputed(*more):
@@ -180,7 +180,7 @@ def us_of_reading(loss, repetitions=2000):
     times = []
     for _ in range(repetitions):
         started = time.perf_counter()
-        ft.data.read_normalizers(loss)
+        ft.micro_batching.read_normalizers(loss)
         times.append(time.perf_counter() - started)
     return 1e6 * statistics.median(times)
 

@@ -49,7 +49,7 @@ class Reader(L.LightningModule):
 
 
 def growing(over):
-    return [ft.data.ProgressiveResizing(SIDE // 2, SIDE, over=over, grid=8)]
+    return [ft.loaders.ProgressiveResizing(SIDE // 2, SIDE, over=over, grid=8)]
 
 
 def run(callbacks, train, held, epochs, seed):

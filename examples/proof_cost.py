@@ -1,4 +1,4 @@
-"""What a proof costs: time and memory of ``ft.verify`` and ``ft.dry_run.Rehearsal`` beside those of one plain step.
+"""What a proof costs: time and memory of ``ft.verify`` and ``ft.proof.Rehearsal`` beside those of one plain step.
 
     python examples/proof_cost.py [--sizes 82M,350M] [--out FILE]
 
@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 import lightning_fasttrain as ft
 from lightning_fasttrain.bench.gpt import GPT2_VOCABULARY, GPTConfig, GPTModule
 from lightning_fasttrain.core.machine import hardware, versions
-from lightning_fasttrain.dry_run.rehearsal.rehearsal import is_rehearsing
+from lightning_fasttrain.proof.rehearsal.rehearsal import is_rehearsing
 
 LAYERS_AND_WIDTHS = {"1M": (2, 64), "82M": (6, 768), "350M": (24, 1024)}
 CONTEXT, ROWS, STEPS = 128, 8, 4
@@ -102,7 +102,7 @@ def run_side(side, size):
             seconds = time.perf_counter() - began
             assert verified, str(verified)
         else:
-            rehearsal, end = ft.dry_run.Rehearsal(), EndAfterRehearsal()
+            rehearsal, end = ft.proof.Rehearsal(), EndAfterRehearsal()
             fit(module, [*techniques, ft.AtomicCheckpoints(), rehearsal, end], folder, saves=True)
             seconds = end.ended - began
             assert rehearsal.report.verified

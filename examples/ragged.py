@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, Dataset
 import lightning_fasttrain as ft
 from lightning_fasttrain.bench.text import read_text
 from lightning_fasttrain.core.machine import hardware, versions
-from lightning_fasttrain.data import check_padding_free, remove_padding_
+from lightning_fasttrain.micro_batching import check_padding_free, remove_padding_
 
 ROWS, PARTS, VOCABULARY, LONGEST, MEL = 32, 8, 4096, 384, 64
 MIB = 2**20
@@ -160,7 +160,7 @@ class Side:
 
     def measure_memory(self):
         self.model.zero_grad()
-        with ft.run.PeakMemory("cpu", self.model, self.batch) as peak:
+        with ft.profiling.PeakMemory("cpu", self.model, self.batch) as peak:
             self.step()
         return peak.added_bytes / MIB
 

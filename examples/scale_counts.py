@@ -30,9 +30,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lightning_fasttrain as ft
 from lightning_fasttrain.bench import GPTConfig, GPTModule
 from lightning_fasttrain.bench.ladder.process import without_paths
+from lightning_fasttrain.checkpoint.gathered_states import gather, pack
 from lightning_fasttrain.core.files.atomic_write import write_atomic
 from lightning_fasttrain.core.machine import hardware, versions
-from lightning_fasttrain.run.checkpoint.gathered_states import gather, pack
 
 REQUESTS = ("set", "get", "add", "wait", "check", "delete_key", "compare_set", "append", "multi_get", "multi_set")
 

@@ -141,7 +141,7 @@ def peak_of(specimen, strategy, precision, world):
     for _ in range(STEPS):
         gc.collect()
         held = [t for t in gc.get_objects() if isinstance(t, torch.Tensor)]
-        with nullcontext() if zero else InPlaceCollectives(), ft.run.PeakMemory("cpu", held) as peak:
+        with nullcontext() if zero else InPlaceCollectives(), ft.profiling.PeakMemory("cpu", held) as peak:
             del held
             step()
         peaks.append(peak.peak_bytes)

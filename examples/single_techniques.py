@@ -73,15 +73,15 @@ def conv_net(width):
     return nn.Sequential(conv(3, width, 2), conv(width, 2 * width, 2), conv(2 * width, 2 * width))
 
 
-class OnTrunk(nn.Module):
-    """A module that trains on the outputs of a frozen trunk."""
+class OnBackbone(nn.Module):
+    """A module that trains on the outputs of a frozen backbone."""
 
     def __init__(self, head, width):
         super().__init__()
-        self.trunk, self.head = conv_net(width).requires_grad_(False), head
+        self.backbone, self.head = conv_net(width).requires_grad_(False), head
 
     def forward(self, x):
-        return self.head(self.trunk(x))
+        return self.head(self.backbone(x))
 
 
 def cases(scale):
@@ -89,7 +89,7 @@ def cases(scale):
     width, tokens, images, size = 64 * scale, 2048 * scale, 4 * scale, 16 * scale
     tiled, recomputed = lambda: ft.model.TiledMLP(), lambda: ft.ActivationCheckpointing()
     probe = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
-    kept = {"plain": lambda: [], "kept": lambda: [ft.finetune.FrozenCache("trunk")]}
+    kept = {"plain": lambda: [], "kept": lambda: [ft.finetune.FrozenCache("backbone")]}
     return {
         "mlp": (
             lambda: nn.Sequential(*[Block(width) for _ in range(4)]),
@@ -101,8 +101,8 @@ def cases(scale):
                 "recomputed and tiled": lambda: [recomputed(), tiled()],
             },
         ),
-        "probing": (lambda: OnTrunk(probe, 32), lambda: torch.randn(images, 3, size, size), kept),
-        "latents": (lambda: OnTrunk(conv(64, 64), 32), lambda: torch.randn(images, 3, size, size), kept),
+        "probing": (lambda: OnBackbone(probe, 32), lambda: torch.randn(images, 3, size, size), kept),
+        "latents": (lambda: OnBackbone(conv(64, 64), 32), lambda: torch.randn(images, 3, size, size), kept),
         "conv": (
             lambda: conv_net(32),
             lambda: torch.randn(images, 3, size, size),
@@ -129,7 +129,7 @@ class Side:
         return loss.item()
 
     def measure_memory(self):
-        with ft.run.PeakMemory(DEVICE, self.net, self.batch) as peak:
+        with ft.profiling.PeakMemory(DEVICE, self.net, self.batch) as peak:
             self.step()
         return peak.added_bytes / MIB
 

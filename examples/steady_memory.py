@@ -94,13 +94,13 @@ def guards(folder):
         ft.AtomicCheckpoints(background=True),
         ft.Preemption(folder),
         ft.FiniteGuard(),
-        ft.run.SpikeGuard(far=1000.0),
-        ft.run.HangWatch(),
-        ft.data.SampleGuard(),
+        ft.guards.SpikeGuard(far=1000.0),
+        ft.guards.HangWatch(),
+        ft.loaders.SampleGuard(),
         ft.StepMeter(),
         ft.MemoryMeter(),
-        ft.run.MemoryTimeline(Path(folder) / "timeline"),
-        ft.run.GradientNoiseScale(),
+        ft.profiling.MemoryTimeline(Path(folder) / "timeline"),
+        ft.profiling.GradientNoiseScale(),
         ft.MicroBatching(2),
         ft.FusedClipping(),
     ]
@@ -127,17 +127,17 @@ def run_trainer(host, steps, folder, readings):
 
 
 def run_fabric(steps, folder, readings):
-    io = ft.run.BackgroundCheckpointIO(ft.run.AtomicCheckpointIO())
+    io = ft.checkpoint.BackgroundCheckpointIO(ft.checkpoint.AtomicCheckpointIO())
     fabric = L.Fabric(accelerator="cpu", devices=1, plugins=[io])
     fabric.launch()
     module = Net()
     optimizer = torch.optim.AdamW(module.parameters(), 1e-3)
-    finite, steady = ft.run.FiniteSteps(), ft.run.SteadySteps(far=1000.0)
+    finite, steady = ft.guards.FiniteSteps(), ft.guards.SteadySteps(far=1000.0)
     finite.guard_(optimizer, module)
     steady.guard_(optimizer)
     net, optimizer = fabric.setup(module.net, optimizer)
-    batches = ft.resumable(ft.data.guard_samples(loader(), 0))
-    timer, step = ft.run.StepTimer("cpu"), 0
+    batches = ft.resumable(ft.loaders.guard_samples(loader(), 0))
+    timer, step = ft.profiling.StepTimer("cpu"), 0
 
     def loss_of(batch):
         loss = net(batch[0]).sub(batch[1]).square().mean()
@@ -145,7 +145,7 @@ def run_fabric(steps, folder, readings):
         steady.note_loss(loss)
         return loss
 
-    with ft.run.PreemptionFlag() as flag, ft.run.ProgressWatch() as watch:
+    with ft.guards.PreemptionFlag() as flag, ft.guards.ProgressWatch() as watch:
         while step < steps:
             for batch in batches:
                 watch.begin_step()
@@ -160,7 +160,7 @@ def run_fabric(steps, folder, readings):
                 readings.read(step)
                 if step % SAVE_EVERY == 0:
                     state = {"net": net, "optimizer": optimizer, "loader": batches.state_dict()}
-                    fabric.save(Path(folder) / "last.ckpt", {**state, "random": ft.run.random_state()})
+                    fabric.save(Path(folder) / "last.ckpt", {**state, "random": ft.checkpoint.random_state()})
                 if flag.should_stop() or step == steps:
                     break
     io.wait()

@@ -62,7 +62,7 @@ def main():
             ft.ActivationCheckpointing(),
             ft.ExactResume(),
             ft.Preemption(options.folder),
-            ft.run.HangWatch(timeout_s=300),
+            ft.guards.HangWatch(timeout_s=300),
             ModelCheckpoint(options.folder, filename="{step}", every_n_train_steps=options.save_every, save_top_k=-1),
         ],
     )

@@ -108,7 +108,7 @@ def takes_windows(technique: Any, loop: Loop) -> None:
 
 
 def takes_global_batches(technique: Any, loop: Loop) -> None:
-    loop.windows = _Windows(ft.data.global_batches(as_loader(list(loop.batches)), technique.samples))
+    loop.windows = _Windows(ft.loaders.global_batches(as_loader(list(loop.batches)), technique.samples))
 
 
 class _Windows:
@@ -123,22 +123,22 @@ class _Windows:
 
 def takes_growing_windows(technique: Any, loop: Loop) -> None:
     """The same windows as those of the Trainer, all at once: as many batches for each."""
-    loop.windows = ft.data.grow_windows(list(loop.batches), ft.data.Growth(1, 2, over=1))
+    loop.windows = ft.loaders.grow_windows(list(loop.batches), ft.loaders.Growth(1, 2, over=1))
 
 
 def takes_growing_sequences(technique: Any, loop: Loop) -> None:
-    growth = ft.data.Growth(2, 5, over=3, grid=1)
-    loop.batches = list(ft.data.grow_sequences(loop.batches, growth, window=loop.window))
+    growth = ft.loaders.Growth(2, 5, over=3, grid=1)
+    loop.batches = list(ft.loaders.grow_sequences(loop.batches, growth, window=loop.window))
 
 
 def shrink_sequences(batch: Any, scale: float) -> Any:
     """Sequences instead of images."""
-    return ft.data.cut_sequences(batch, round(5 * scale))
+    return ft.loaders.cut_sequences(batch, round(5 * scale))
 
 
 def takes_growing_images(technique: Any, loop: Loop) -> None:
-    growth = ft.data.Growth(2, 5, over=3, grid=1)
-    loop.batches = list(ft.data.grow_images(loop.batches, growth, window=loop.window, resize=technique.resize))
+    growth = ft.loaders.Growth(2, 5, over=3, grid=1)
+    loop.batches = list(ft.loaders.grow_images(loop.batches, growth, window=loop.window, resize=technique.resize))
 
 
 def prefetches(technique: Any, loop: Loop) -> None:
@@ -171,19 +171,19 @@ def steps_in_backward(technique: Any, loop: Loop) -> None:
 
 
 def times(technique: Any, loop: Loop) -> None:
-    timer = ft.run.StepTimer("cpu", warmup=0)
+    timer = ft.profiling.StepTimer("cpu", warmup=0)
     loop.after_step.append(timer.end_step)
     loop.at_end.append(lambda: positive(timer.summary()["step_ms"]))
 
 
 def measures_noise(technique: Any, loop: Loop) -> None:
-    noise = ft.run.NoiseScale(loop.model)
+    noise = ft.profiling.NoiseScale(loop.model)
     loop.step = noise.watch(loop.step)
     loop.around.append((1, lambda held: noise.measure()))
 
 
 def meters(technique: Any, loop: Loop) -> None:
-    peak = ft.run.PeakMemory("cpu", loop.model, loop.optimizer)
+    peak = ft.profiling.PeakMemory("cpu", loop.model, loop.optimizer)
     loop.around.append((1, lambda held: peak))
     loop.at_end.append(lambda: positive(peak.peak_bytes))
 
@@ -191,7 +191,7 @@ def meters(technique: Any, loop: Loop) -> None:
 def records(technique: Any, loop: Loop) -> None:
     made = []
     loop.around.append(
-        (0, lambda held: made.append(ft.run.MemoryRecording(loop.model, loop.optimizer, held)) or made[0])
+        (0, lambda held: made.append(ft.profiling.MemoryRecording(loop.model, loop.optimizer, held)) or made[0])
     )
     loop.at_end.append(lambda: positive(made[0].record.peak_bytes))
 
@@ -199,8 +199,8 @@ def records(technique: Any, loop: Loop) -> None:
 def saves_whole(technique: Any, loop: Loop) -> None:
     def save_and_load() -> None:
         path = f"{FOLDER}/loop.ckpt"
-        ft.run.AtomicCheckpointIO().save_checkpoint({"model": loop.model.state_dict()}, path)
-        found = ft.run.AtomicCheckpointIO().load_checkpoint(path)
+        ft.checkpoint.AtomicCheckpointIO().save_checkpoint({"model": loop.model.state_dict()}, path)
+        found = ft.checkpoint.AtomicCheckpointIO().load_checkpoint(path)
         positive(torch.equal(found["model"]["head.weight"], loop.model.head.weight))
 
     loop.at_end.append(save_and_load)
@@ -208,20 +208,20 @@ def saves_whole(technique: Any, loop: Loop) -> None:
 
 def can_resume(technique: Any, loop: Loop) -> None:
     loader = loop.batches = ft.resumable(loop.batches)
-    loop.at_end.append(lambda: positive(len(ft.run.random_state()) and len(loader.state_dict())))
+    loop.at_end.append(lambda: positive(len(ft.checkpoint.random_state()) and len(loader.state_dict())))
 
 
 def listens(technique: Any, loop: Loop) -> None:
-    flag = loop.stack.enter_context(ft.run.PreemptionFlag())
+    flag = loop.stack.enter_context(ft.guards.PreemptionFlag())
     loop.after_step.append(lambda: positive(not flag.should_stop()))
 
 
 def freezes_survivors(technique: Any, loop: Loop) -> None:
-    loop.stack.callback(ft.run.freeze_survivors(technique.collections))
+    loop.stack.callback(ft.guards.freeze_survivors(technique.collections))
 
 
 def is_watched(technique: Any, loop: Loop) -> None:
-    watch = loop.stack.enter_context(ft.run.ProgressWatch(timeout_s=60))
+    watch = loop.stack.enter_context(ft.guards.ProgressWatch(timeout_s=60))
     loop.after_step.append(lambda: watch.beat("next batch"))
 
 
@@ -234,11 +234,11 @@ def skips_spikes(technique: Any, loop: Loop) -> None:
 
 
 def ends_evenly(technique: Any, loop: Loop) -> None:
-    loop.batches = ft.data.even_epochs(loop.batches)
+    loop.batches = ft.loaders.even_epochs(loop.batches)
 
 
 def guards_samples(technique: Any, loop: Loop) -> None:
-    loop.batches = ft.data.guard_samples(loop.batches, technique.skip_bad_samples)
+    loop.batches = ft.loaders.guard_samples(loop.batches, technique.skip_bad_samples)
 
 
 def clips_units(technique: Any, loop: Loop) -> None:
@@ -311,7 +311,7 @@ def cut_by_hand(batches: Sequence[Any]) -> list[Any]:
 CASES = [
     # data
     Case(
-        lambda: ft.MicroBatching(3, trim_padding=ft.data.TrimPadding(multiple_of=3)),
+        lambda: ft.MicroBatching(3, trim_padding=ft.micro_batching.TrimPadding(multiple_of=3)),
         splits,
         effects.runs_micro_batches_of_similar_rows,
         tolerance=1e-5,
@@ -325,7 +325,7 @@ CASES = [
         batches=5,
     ),
     Case(
-        lambda: ft.data.GlobalBatch(2),
+        lambda: ft.loaders.GlobalBatch(2),
         takes_global_batches,
         effects.steps_once_for_two_batches,
         tolerance=1e-5,
@@ -333,7 +333,7 @@ CASES = [
         batches=5,
     ),
     Case(
-        lambda: ft.data.BatchSizeWarmup(full=2, over=1),
+        lambda: ft.loaders.BatchSizeWarmup(full=2, over=1),
         takes_growing_windows,
         effects.the_first_step_is_one_batch,
         tolerance=1e-5,
@@ -341,21 +341,21 @@ CASES = [
         batches=5,
     ),
     Case(
-        lambda: ft.data.SequenceLengthWarmup(2, 5, over=3, grid=1),
+        lambda: ft.loaders.SequenceLengthWarmup(2, 5, over=3, grid=1),
         takes_growing_sequences,
         effects.sequences_are_short_at_first,
         regroup=cut_by_hand,
         batches=5,
     ),
     Case(
-        lambda: ft.data.ProgressiveResizing(2, 5, over=3, grid=1, resize=shrink_sequences),
+        lambda: ft.loaders.ProgressiveResizing(2, 5, over=3, grid=1, resize=shrink_sequences),
         takes_growing_images,
         effects.images_are_small_at_first,
         regroup=cut_by_hand,
         batches=5,
     ),
-    Case(lambda: ft.data.EvenEpochs(), ends_evenly, effects.the_loader_agrees_with_others),
-    Case(lambda: ft.data.SampleGuard(), guards_samples, effects.a_bad_sample_is_passed_over),
+    Case(lambda: ft.loaders.EvenEpochs(), ends_evenly, effects.the_loader_agrees_with_others),
+    Case(lambda: ft.loaders.SampleGuard(), guards_samples, effects.a_bad_sample_is_passed_over),
     Case(lambda: ft.DevicePrefetch(), prefetches, effects.says_that_a_cpu_has_the_batches),
     # model
     Case(lambda: ft.ActivationCheckpointing(), applied, effects.runs_blocks_twice),
@@ -363,7 +363,7 @@ CASES = [
     Case(lambda: ft.ActivationOffload(min_mib=0, folder=FOLDER), applied, effects.activations_wait_in_files),
     Case(lambda: ft.CompileBlocks(backend="aot_eager"), applied, effects.graphs_are_made, tolerance=1e-5),
     # after CompileBlocks, which it cannot join
-    Case(lambda: ft.data.PaddingFree(), applied, effects.blocks_run_no_padding, tolerance=1e-5),
+    Case(lambda: ft.micro_batching.PaddingFree(), applied, effects.blocks_run_no_padding, tolerance=1e-5),
     # finetune
     Case(lambda: ft.QuantizedBase("int8"), applied, effects.weights_take_a_byte, by_hand=by_hand.QuantizedBase),
     Case(lambda: ft.LoRA(rank=2), applied, effects.only_thin_matrices_train, by_hand=by_hand.LoRA),
@@ -386,7 +386,7 @@ CASES = [
     Case(
         lambda: ft.finetune.FrozenCache("embed"),
         applied,
-        effects.the_trunk_runs_once_for_each_sample,
+        effects.the_backbone_runs_once_for_each_sample,
         optimizer={"frozen": True},
         by_hand=by_hand.FrozenEmbedding,
     ),
@@ -458,16 +458,16 @@ CASES = [
     Case(lambda: ft.model.AttentionBackend(), applied, effects.attention_is_measured),
     Case(lambda: ft.StepMeter(), times, effects.a_step_has_a_time),
     Case(lambda: ft.MemoryMeter(), meters, effects.a_step_has_a_peak),
-    Case(lambda: ft.run.GradientNoiseScale(every_n_steps=1), measures_noise, effects.two_batches_show_noise),
+    Case(lambda: ft.profiling.GradientNoiseScale(every_n_steps=1), measures_noise, effects.two_batches_show_noise),
     # The steps before the one that MemoryMeter measures, as torch runs one profiler at a time.
-    Case(lambda: ft.run.MemoryTimeline(f"{FOLDER}/memory", first_step=0), records, effects.a_step_has_a_picture),
+    Case(lambda: ft.profiling.MemoryTimeline(f"{FOLDER}/memory", first_step=0), records, effects.a_step_has_a_picture),
     Case(lambda: ft.AtomicCheckpoints(), saves_whole, effects.a_damaged_checkpoint_is_not_loaded),
     Case(lambda: ft.ExactResume(), can_resume, effects.an_epoch_goes_on_where_it_was_cut),
     Case(lambda: ft.Preemption(), listens, effects.a_run_that_is_told_to_go_saves_and_goes),
-    Case(lambda: ft.run.GarbageCollection(), freezes_survivors, effects.what_survives_is_frozen),
-    Case(lambda: ft.run.HangWatch(), is_watched, effects.a_thread_watches),
+    Case(lambda: ft.guards.GarbageCollection(), freezes_survivors, effects.what_survives_is_frozen),
+    Case(lambda: ft.guards.HangWatch(), is_watched, effects.a_thread_watches),
     Case(lambda: ft.FiniteGuard(), skips_the_unfinite, effects.a_step_with_nan_is_not_made),
-    Case(lambda: ft.run.SpikeGuard(), skips_spikes, effects.a_step_with_a_spike_is_not_made),
+    Case(lambda: ft.guards.SpikeGuard(), skips_spikes, effects.a_step_with_a_spike_is_not_made),
     # model: late, so that QuantizedBase, which leaves it nothing to multiply, is the one that is used with all others
     Case(
         lambda: ft.LowPrecisionProducts("int8", min_features=8), applied, effects.products_are_rounded, tolerance=1.5e-2

@@ -18,9 +18,10 @@ PACKAGE = Path(lightning_fasttrain.__file__).parent
 FLOORS = (
     ("core",),
     ("technique", "trial"),
-    ("architecture", "data", "loss", "model", "optim", "finetune", "run"),
-    ("predict",),
-    ("dry_run", "strategy"),
+    ("architecture", "checkpoint", "loss", "micro_batching", "model", "optim"),
+    ("finetune", "guards", "loaders", "profiling"),
+    ("memory",),
+    ("proof", "strategy"),
     ("planner", "estimate"),
     ("bench", "doctor"),
     ("cli", "mixin", "__init__"),
@@ -85,7 +86,7 @@ def count_files(room):
 
 def test_the_floor_plan_is_that_of_the_package():
     print(floor_plan())
-    assert len(FLOORS) <= 8
+    assert len(FLOORS) <= 9
     assert {file.relative_to(PACKAGE).with_suffix("").parts[0] for file in FILES} == set(FLOOR)
 
 
@@ -272,7 +273,7 @@ def test_a_statement_has_at_most_one_comprehension_or_conditional():
 @pytest.mark.parametrize(
     ("find", "code"),
     [
-        (imports_upward, "from lightning_fasttrain.dry_run import verify"),
+        (imports_upward, "from lightning_fasttrain.proof import verify"),
         (imports_upward, "from lightning_fasttrain.optim import build_optimizer"),
         (imports_of_what_is_optional, "import peft"),
         (drawers_and_unpickling, "torch.load('x')"),
@@ -283,8 +284,8 @@ def test_a_statement_has_at_most_one_comprehension_or_conditional():
 )
 def test_a_broken_rule_would_be_noticed(find, code, tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path)
-    (tmp_path / "data").mkdir()
-    file = tmp_path / "data" / "new.py"
+    (tmp_path / "model").mkdir()
+    file = tmp_path / "model" / "new.py"
     file.write_text(f"{code}\n")
     assert len(list(find(file))) == 1
     file.with_name("old.py").write_text("import torch\n")

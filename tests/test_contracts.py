@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_flatten
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.architecture.mixture_of_depths import RoutedForward
-from lightning_fasttrain.data.warmup.growth_schedule import KeepsGrowth
 from lightning_fasttrain.finetune.selection.float32_adapters import StaysInFloat32
+from lightning_fasttrain.loaders.growth_schedule import KeepsGrowth
 from lightning_fasttrain.planner.catalogue import known_techniques
 from lightning_fasttrain.technique import Exactness
 from tests.cases import BY_NAME, CASES, TOGETHER, Case, by_hand_of, in_a_loop, refused
@@ -570,7 +570,7 @@ def test_all_at_once_in_a_loop():
 
 def test_what_they_cost_grows_no_faster_than_the_model():
     """Counted in calls of functions, without those who make very many: PEFT, the compiler, and a look at all memory."""
-    many = ft.finetune.Adapter | ft.CompileBlocks | ft.run.MemoryTimeline
+    many = ft.finetune.Adapter | ft.CompileBlocks | ft.profiling.MemoryTimeline
     counted = [case for case in TOGETHER if not isinstance(case.make(), many)]
 
     def run(depth):

@@ -194,4 +194,4 @@ def test_references_in_docstrings_lead_somewhere(file):
 
 def test_a_reference_that_leads_nowhere_would_be_noticed():
     with pytest.raises(AttributeError):
-        find_reference("lightning_fasttrain.data.no_such_name")
+        find_reference("lightning_fasttrain.loaders.no_such_name")

@@ -26,9 +26,9 @@ from torch import nn
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.bench.ladder.results import Climbed
+from lightning_fasttrain.checkpoint.checkpoint_folder import MANIFEST, _sum, checkpoint_folder, verify_checkpoint
+from lightning_fasttrain.checkpoint.newest_checkpoint import facts_of
 from lightning_fasttrain.core.files.atomic_write import write_atomic
-from lightning_fasttrain.core.files.checkpoint_folder import MANIFEST, _sum, checkpoint_folder, verify_checkpoint
-from lightning_fasttrain.core.files.newest_checkpoint import facts_of
 from lightning_fasttrain.core.machine import versions
 from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import INDEX, REST
 from lightning_fasttrain.strategy.fsdp2.sharded_optimizer import named_state
@@ -78,7 +78,7 @@ def load_four_bits(folder):
     model = wide_layers()
     ft.finetune.quantize_base_(model)
     path = folder / "a.ckpt"
-    state = ft.run.AtomicCheckpointIO().load_checkpoint(path)
+    state = ft.checkpoint.AtomicCheckpointIO().load_checkpoint(path)
     try:
         model.load_state_dict(state)
     except (RuntimeError, TypeError) as error:
@@ -99,13 +99,17 @@ def full_checkpoint(folder):
     ft.strategy.full_checkpoint(path)
 
 
+def load_atomic(path):
+    ft.checkpoint.AtomicCheckpointIO(True).load_checkpoint(path)
+
+
 def read_ladder(folder):
     Climbed.read(folder / "a.ckpt")
 
 
 READERS = {
     "AtomicCheckpointIO": Reader("archive", "", mutations.ARCHIVES,
-                                 lambda folder: ft.run.AtomicCheckpointIO(True).load_checkpoint(folder / "a.ckpt"), 30),
+                                 lambda folder: load_atomic(folder / "a.ckpt"), 30),
     "newest_checkpoint": Reader("archive", "", mutations.ARCHIVES, ft.newest_checkpoint),
     "facts of a file": Reader("archive", "", mutations.ARCHIVES, lambda folder: facts_of(folder / "a.ckpt")),
     "verify_checkpoint": Reader("whole", MANIFEST, mutations.JSON, lambda folder: verify_checkpoint(folder / "a.ckpt")),
@@ -140,7 +144,7 @@ def good(tmp_path_factory):
     optimizer.step()
     state = {"state_dict": model.state_dict(), "optimizer_states": [optimizer.state_dict()], "global_step": 3,
              "callbacks": {"a": {"best": [1.5, None, "x"]}}, "pytorch-lightning_version": "2.6.6"}  # fmt: skip
-    ft.run.AtomicCheckpointIO().save_checkpoint(state, folder / "archive" / "a.ckpt")
+    ft.checkpoint.AtomicCheckpointIO().save_checkpoint(state, folder / "archive" / "a.ckpt")
     ft.strategy.save_sharded(
         folder / "shards" / "a.ckpt", model.state_dict(), {"o": named_state(model, optimizer)}, {"global_step": 3}
     )
@@ -154,7 +158,7 @@ def good(tmp_path_factory):
     (folder / "index" / "a.ckpt" / "model.safetensors.index.json").write_text(json.dumps(listed))
     quantized = wide_layers()
     ft.finetune.quantize_base_(quantized)
-    ft.run.AtomicCheckpointIO().save_checkpoint(dict(quantized.state_dict()), folder / "four bits" / "a.ckpt")
+    ft.checkpoint.AtomicCheckpointIO().save_checkpoint(dict(quantized.state_dict()), folder / "four bits" / "a.ckpt")
     shutil.copy(LADDER, folder / "ladder" / "a.ckpt")
     with checkpoint_folder(folder / "whole" / "a.ckpt", about={"step": 3, "run": "a", "saved_at": 1.0}) as whole:
         (whole / "weights").write_bytes(bytes(1000))

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.core.files.checkpoint_folder import MANIFEST, _sum, checkpoint_folder, verify_checkpoint
+from lightning_fasttrain.checkpoint.checkpoint_folder import MANIFEST, _sum, checkpoint_folder, verify_checkpoint
 from lightning_fasttrain.core.files.safe_load import CorruptCheckpoint
 from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import INDEX, REST
 from lightning_fasttrain.strategy.fsdp2.sharded_optimizer import named_state
@@ -143,7 +143,7 @@ def load_quantized(path):
 FILES = {
     "newest_checkpoint": ("atomic", "", lambda path: ft.newest_checkpoint(path.parent)),
     "verify_checkpoint": ("atomic", "", verify_checkpoint),
-    "AtomicCheckpointIO": ("atomic", "", lambda path: ft.run.AtomicCheckpointIO().load_checkpoint(path)),
+    "AtomicCheckpointIO": ("atomic", "", lambda path: ft.checkpoint.AtomicCheckpointIO().load_checkpoint(path)),
     "fit, AtomicCheckpoints": ("atomic", "", lambda path: resume(ft.AtomicCheckpoints())(path)),
     "fit, ExactResume": ("exact", "", lambda path: resume(ft.ExactResume())(path)),
     "fit, LoRA": ("lora", "", lambda path: resume(ft.LoRA(rank=2, targets="0"))(path)),

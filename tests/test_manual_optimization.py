@@ -66,10 +66,10 @@ def plain():
 
 TECHNIQUES = {
     "FiniteGuard": lambda folder: ft.FiniteGuard(),
-    "SpikeGuard": lambda folder: ft.run.SpikeGuard(after=3),
+    "SpikeGuard": lambda folder: ft.guards.SpikeGuard(after=3),
     "StepMeter": lambda folder: ft.StepMeter(warmup=1),
     "MemoryMeter": lambda folder: ft.MemoryMeter(),
-    "MemoryTimeline": lambda folder: ft.run.MemoryTimeline(folder, first_step=1, steps=1),
+    "MemoryTimeline": lambda folder: ft.profiling.MemoryTimeline(folder, first_step=1, steps=1),
     "ExactResume": lambda folder: ft.ExactResume(),
     "Preemption": lambda folder: ft.Preemption(folder),
     "EagerGradientRelease": lambda folder: ft.EagerGradientRelease(),
@@ -87,7 +87,7 @@ def test_a_gan_trains_with_the_technique_as_without(name, plain, tmp_path):
 
 
 def test_the_meters_measure_the_steps_of_a_gan(tmp_path):
-    timeline = ft.run.MemoryTimeline(tmp_path, first_step=2, steps=2)
+    timeline = ft.profiling.MemoryTimeline(tmp_path, first_step=2, steps=2)
     meter = ft.StepMeter(warmup=1)
     train([meter, timeline])
     assert meter.measurements()["step_ms"] > 0
@@ -124,7 +124,7 @@ def test_a_spike_of_one_network_skips_the_step_of_its_optimizer_alone(tmp_path):
             return [torch.optim.SGD(net.parameters(), lr=0.01) for net in (self.generator, self.critic)]
 
     steep = [*BATCHES[:4], 1e3 * BATCHES[4], BATCHES[5]]  # the critic sees it, the generator reads the noise alone
-    guard = ft.run.SpikeGuard(after=3)
+    guard = ft.guards.SpikeGuard(after=3)
     with pytest.warns(ft.FastTrainWarning, match="a step was skipped: loss .* exceeds .*batch 4"):
         module, _ = train([guard], steep, Critical())
     expected, _ = train([FrozenStep(1, 4)], steep, Critical())
@@ -132,7 +132,7 @@ def test_a_spike_of_one_network_skips_the_step_of_its_optimizer_alone(tmp_path):
     assert largest_difference(weights(expected), weights(module)) == 0
     state = guard.state_dict()["values"]
     assert [len(norms) for _, norms in state] == [6, 5]
-    resumed = ft.run.SpikeGuard(after=3)
+    resumed = ft.guards.SpikeGuard(after=3)
     resumed.load_state_dict(guard.state_dict())
     assert resumed.state_dict() == guard.state_dict()
 

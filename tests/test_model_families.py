@@ -137,7 +137,7 @@ def test_the_peak_is_predicted_within_five_percent(family):
     sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.0, momentum=0.9)  # noqa: E731
     optimizer = sgd(model.parameters())
     for _ in range(2):
-        with ft.run.PeakMemory("cpu", model, optimizer, batch) as meter:
+        with ft.profiling.PeakMemory("cpu", model, optimizer, batch) as meter:
             loss = family.loss(model, batch)
             optimizer.zero_grad()
             loss.backward()

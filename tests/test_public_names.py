@@ -7,7 +7,9 @@ import subprocess
 import sys
 import types
 
+import jsonargparse
 import pytest
+from lightning.pytorch.callbacks import Callback
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.core import package
@@ -60,7 +62,7 @@ def run_command(*arguments):
 @pytest.mark.parametrize(
     ("name", "meant"),
     [
-        ("HangWatch", "lightning_fasttrain.run.HangWatch"),
+        ("HangWatch", "lightning_fasttrain.guards.HangWatch"),
         ("WeightClipping", "lightning_fasttrain.optim.WeightClipping"),
         ("MicroBatchin", "MicroBatching"),
     ],
@@ -136,7 +138,7 @@ def test_a_wrong_name_is_an_attribute_error():
 
 def test_things_are_pickled_by_their_own_name():
     assert pickle.loads(pickle.dumps(ft.model.EveryBlock)) is ft.model.EveryBlock
-    assert pickle.loads(pickle.dumps(ft.data.split_batch)) is ft.data.split_batch
+    assert pickle.loads(pickle.dumps(ft.micro_batching.split_batch)) is ft.micro_batching.split_batch
 
 
 PROGRAM = """
@@ -158,18 +160,18 @@ result = {"seen": list(seen), "new": sorted(set(sys.modules) - before)}
 import subprocess; subprocess.run(["true"])  # negative control
 print(json.dumps({**result, "would be seen": seen}))
 
-import lightning_fasttrain.predict.predict_memory
+import lightning_fasttrain.memory.predict_memory
 import lightning_fasttrain as ft
-from lightning_fasttrain.predict import predict_memory
-assert callable(predict_memory) and predict_memory is ft.predict.predict_memory is ft.predict_memory
+from lightning_fasttrain.memory import predict_memory
+assert callable(predict_memory) and predict_memory is ft.memory.predict_memory is ft.predict_memory
 assert ft.optim.schedule.__name__ == "lightning_fasttrain.optim.schedule"
 assert "TYPE_CHECKING" not in dir(ft.optim) and set(ft.optim.__all__) <= set(dir(ft.optim))
 assert "MicroBatching" not in vars(ft)
 from lightning_fasttrain import *
-assert MicroBatching is ft.MicroBatching is ft.data.MicroBatching and "__version__" not in ft.__all__
+assert MicroBatching is ft.MicroBatching is ft.micro_batching.MicroBatching and "__version__" not in ft.__all__
 from lightning_fasttrain import LoRA, model
 assert LoRA.__module__ == "lightning_fasttrain.finetune.adapters.lora" and model.CompileBlocks is CompileBlocks
-assert {"data", "mixin", "MicroBatching", "__version__"} <= set(dir(ft)) and "core" not in dir(ft)
+assert {"loaders", "mixin", "MicroBatching", "__version__"} <= set(dir(ft)) and "core" not in dir(ft)
 assert "MicroBatching" in vars(ft)
 """
 
@@ -189,3 +191,35 @@ def test_importing_starts_nothing_opens_nothing_writes_nothing(done):
     assert result["would be seen"]
     heavy = {"transformers", "deepspeed", "bitsandbytes", "peft", "torchao", "matplotlib", "torch._inductor"}
     assert not heavy & set(result["new"])
+
+
+@pytest.mark.parametrize(
+    ("old", "answer"),
+    [
+        (
+            "data.EvenEpochs",
+            "lightning_fasttrain.data.EvenEpochs was moved: use lightning_fasttrain.loaders.EvenEpochs",
+        ),
+        ("data.pack", "use lightning_fasttrain.micro_batching.pack"),
+        ("run.StepMeter", "use lightning_fasttrain.profiling.StepMeter"),
+        ("run.SpikeGuard", "use lightning_fasttrain.guards.SpikeGuard"),
+        ("dry_run.verify", "use lightning_fasttrain.proof.verify"),
+        ("predict.count_flops", "use lightning_fasttrain.memory.count_flops"),
+        ("run.PeerSnapshots", "was removed. It gained nothing where it was measured"),
+        ("run.Nonsense", "was divided into lightning_fasttrain.checkpoint and lightning_fasttrain.guards and"),
+    ],
+)
+def test_a_name_that_was_moved_is_answered_with_its_new_place(old, answer):
+    room, name = old.split(".")
+    with pytest.raises(ImportError, match=answer):
+        exec(f"from lightning_fasttrain.{room} import {name}")
+    with pytest.raises(ImportError, match=answer):
+        getattr(getattr(ft, room), name)
+
+
+def test_a_moved_class_path_of_a_config_is_answered_with_its_new_place():
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_argument("--callback", type=Callback)
+    with pytest.raises(jsonargparse.ArgumentError, match="use lightning_fasttrain.loaders.EvenEpochs"):
+        parser.parse_args(["--callback", "lightning_fasttrain.data.EvenEpochs"])
+    assert parser.parse_args(["--callback", "lightning_fasttrain.loaders.EvenEpochs"]).callback

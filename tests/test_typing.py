@@ -14,16 +14,19 @@ from tests.support.run_example import ROOT
 
 ROOMS = (
     "architecture",
-    "data",
+    "checkpoint",
     "estimate",
     "finetune",
+    "guards",
+    "loaders",
     "loss",
+    "memory",
+    "micro_batching",
     "model",
-    "dry_run",
     "optim",
     "planner",
-    "predict",
-    "run",
+    "profiling",
+    "proof",
     "strategy",
     "technique",
 )

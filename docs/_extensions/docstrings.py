@@ -2,12 +2,12 @@
 
 Docstrings are rewritten in the form that it expects:
 
-- ``:func:`~lightning_fasttrain.data.split_batch``` becomes inline code.
+- ``:func:`~lightning_fasttrain.micro_batching.split_batch``` becomes inline code.
 - "Example:" becomes "Examples:", the name that Griffe knows, so that doctests are shown as code.
 - "a, b: text" under "Args:" becomes an entry for each of the arguments.
 
-A function that is exported by a package and named after its file, as ``data.accumulate_gradients`` is, is documented
-in place of the file.
+A function that is exported by a package and named after its file, as ``micro_batching.accumulate_gradients`` is, is
+documented in place of the file.
 """
 
 import re

@@ -70,10 +70,10 @@ def main(arguments=None, callbacks=(), layers=4, width=64):
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[
-            ft.data.GlobalBatch(options.samples),
+            ft.loaders.GlobalBatch(options.samples),
             ft.ExactResume(),
             ft.AtomicCheckpoints(),
-            ft.run.HangWatch(timeout_s=options.hang_after, first_timeout_s=2 * options.hang_after),
+            ft.guards.HangWatch(timeout_s=options.hang_after, first_timeout_s=2 * options.hang_after),
             ModelCheckpoint(options.folder, filename="{step}", every_n_train_steps=options.save_every, save_top_k=-1),
             *callbacks,
         ],
@@ -81,7 +81,7 @@ def main(arguments=None, callbacks=(), layers=4, width=64):
     model = Net(GPTConfig(vocabulary=256, context=CONTEXT, layers=layers, heads=4, width=width))
     # The last step of the first epoch is not full.
     loader = DataLoader(Text(options.samples * options.steps * 2 // 3 + 1), batch_size=options.most, shuffle=True)
-    newest = ft.run.newest_remote_checkpoint if "://" in options.folder else ft.newest_checkpoint
+    newest = ft.checkpoint.newest_remote_checkpoint if "://" in options.folder else ft.newest_checkpoint
     trainer.fit(model, loader, ckpt_path=newest(options.folder))
     if trainer.is_global_zero:
         loss = trainer.callback_metrics["loss"]

@@ -55,7 +55,7 @@ def measure(options, techniques):
         account = account_bytes(model)
         allocated = torch.cuda.memory_allocated() - before if before is not None else None
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
-        with ft.run.PeakMemory(DEVICE, model, optimizer) as peak:
+        with ft.profiling.PeakMemory(DEVICE, model, optimizer) as peak:
             for _ in range(WARMUP_STEPS + options.steps):
                 started = time.perf_counter()
                 loss = model(input_ids=ids, labels=ids).loss

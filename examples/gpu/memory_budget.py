@@ -55,7 +55,7 @@ def train(size, batch, policy):
             started = time.perf_counter()
             step()
             times_ms.append(1e3 * (time.perf_counter() - started))
-        with ft.run.PeakMemory("cuda") as peak:
+        with ft.profiling.PeakMemory("cuda") as peak:
             step()
         return peak.peak_bytes, statistics.median(times_ms)
     except torch.OutOfMemoryError:

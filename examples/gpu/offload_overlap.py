@@ -51,7 +51,7 @@ def measure(size, batch, way, steps):
         ids = torch.randint(config.vocabulary, (batch, config.context + 1))
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=True)
     events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
-    with ft.apply(net, techniques), ft.run.PeakMemory("cuda") as peak:
+    with ft.apply(net, techniques), ft.profiling.PeakMemory("cuda") as peak:
         for step in range(-WARMUP_STEPS, steps):
             if step >= 0:
                 events[step].record()

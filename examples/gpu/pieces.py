@@ -233,7 +233,7 @@ PIECES = (
         460,
         # Files that import a package which is missing here are errors of their own.
         "-m pytest -m gpu -v --tb=short -p no:cacheprovider --continue-on-collection-errors",
-        tiny="tests/run/test_memory_meter.py",
+        tiny="tests/profiling/test_memory_meter.py",
         needs=("pytest",),
         read=read_tests,
     ),

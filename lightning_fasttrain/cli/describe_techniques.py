@@ -30,7 +30,7 @@ def describe(technique: type[Technique]) -> TechniqueCard:
     """Return the card of a technique.
 
     Example:
-        >>> from lightning_fasttrain.run import StepMeter
+        >>> from lightning_fasttrain.profiling import StepMeter
         >>> describe(StepMeter).made
         'ft.StepMeter(warmup=10)'
     """
@@ -78,7 +78,7 @@ def conflicts_of(technique: type[Technique]) -> Iterator[tuple[str, str, str]]:
     """Yield the techniques it cannot be combined with, declared by either of the two: name, reason, alternative.
 
     Example:
-        >>> from lightning_fasttrain.data import MicroBatching
+        >>> from lightning_fasttrain.micro_batching import MicroBatching
         >>> "OptimizerInBackward" in [other for other, _, _ in conflicts_of(MicroBatching)]
         True
     """

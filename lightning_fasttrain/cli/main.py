@@ -124,7 +124,7 @@ COMMANDS = (
             option("arguments", nargs=argparse.REMAINDER, metavar="...", help="of the script"),
         ],
         rehearse,
-        "Run a Python script, unchanged, with ft.dry_run.Rehearsal() in each of its Trainers. The script ends before "
+        "Run a Python script, unchanged, with ft.proof.Rehearsal() in each of its Trainers. The script ends before "
         "the first step of its first fit. With --kill it trains instead, once whole and once killed and started again, "
         "and both must end identically, bit for bit. The exit code is 0 if all went well, 1 if the run would fail, 2 "
         "if there is nothing to rehearse.",

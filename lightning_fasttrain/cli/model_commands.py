@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def predict_peak(options: argparse.Namespace) -> None:
     """Run ``fasttrain memory``: the peak memory of a training step, without the memory."""
     from lightning_fasttrain.cli.subject import techniques_named
-    from lightning_fasttrain.predict import predict_memory
+    from lightning_fasttrain.memory import predict_memory
 
     with working("Predicting…"):
         report = predict_memory(
@@ -160,7 +160,7 @@ def verify_training(options: argparse.Namespace) -> int:
     if options.script is not None:
         return _verify_script(options)
     from lightning_fasttrain.cli.subject import techniques_named
-    from lightning_fasttrain.dry_run import verify
+    from lightning_fasttrain.proof import verify
 
     with working("Running the same steps without and with techniques…"):
         module, batch = load_model(options)

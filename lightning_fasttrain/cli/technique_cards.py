@@ -178,7 +178,7 @@ def markdown_card(card: TechniqueCard, measured: Measurements | None = None) -> 
             techniques = [ft.StepMeter(warmup=10)]
         ```
         <BLANKLINE>
-        In a Fabric or bare loop: `run.StepTimer(device)`
+        In a Fabric or bare loop: `profiling.StepTimer(device)`
         <BLANKLINE>
         ```yaml
         trainer:
@@ -240,7 +240,7 @@ def as_markdown(text: str) -> str:
     """Convert the reStructuredText roles and literals of a docstring to Markdown.
 
     Example:
-        >>> as_markdown("see :func:`~lightning_fasttrain.data.split_batch` and ``n``")
+        >>> as_markdown("see :func:`~lightning_fasttrain.micro_batching.split_batch` and ``n``")
         'see `split_batch` and `n`'
     """
     return re.sub(r":\w+:`(?:~[\w.]*\.)?([\w.]+)`", r"`\1`", text).replace("``", "`")

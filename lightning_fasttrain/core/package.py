@@ -31,6 +31,14 @@ REMOVED = {
     "strategy.predict_model_states": "Use predict_memory(..., strategy=ZeROStrategy(stage), world=ranks)",
 }
 
+# Subpackages of the release before, and those that have their names now; kept for one release.
+MOVED = {
+    "data": ("micro_batching", "loaders"),
+    "dry_run": ("proof",),
+    "predict": ("memory",),
+    "run": ("checkpoint", "guards", "profiling"),
+}
+
 try:
     __version__ = importlib.metadata.version("lightning-fasttrain")
 except importlib.metadata.PackageNotFoundError:
@@ -65,9 +73,9 @@ def public_path(kind: type) -> str:
     """Return the path under which users find a class of this package.
 
     Example:
-        >>> from lightning_fasttrain import data
-        >>> public_path(data.MicroBatching), public_path(data.EvenEpochs)
-        ('MicroBatching', 'data.EvenEpochs')
+        >>> from lightning_fasttrain import loaders
+        >>> public_path(loaders.DevicePrefetch), public_path(loaders.EvenEpochs)
+        ('DevicePrefetch', 'loaders.EvenEpochs')
     """
     subpackage = kind.__module__.split(".")[1]  # lightning_fasttrain.SUBPACKAGE.file
     return kind.__name__ if kind.__name__ in PUBLIC else f"{subpackage}.{kind.__name__}"
@@ -81,8 +89,10 @@ def find_public(name: str) -> object:
 
     Example:
         >>> find_public("MicroBatching").__module__
-        'lightning_fasttrain.data.micro_batching'
+        'lightning_fasttrain.micro_batching.micro_batching'
     """
+    if name in MOVED:
+        return sys.modules[f"{PACKAGE}.{name}"]
     if name in ROOMS or f"{PACKAGE}.{name}" in SUBPACKAGES.values():
         return importlib.import_module(f"{PACKAGE}.{name}")
     if name not in SUBPACKAGES:
@@ -167,6 +177,27 @@ class _LazyModule(ModuleType):
 def import_names_when_used(subpackage: str) -> None:
     """Import the public names of a subpackage when they are first used; called by its ``__init__.py``."""
     sys.modules[subpackage].__class__ = _LazyModule
+
+
+class _MovedModule(ModuleType):
+    """A subpackage of the release before: an error says where each of its names is now."""
+
+    def __getattr__(self, name: str) -> object:
+        path = f"{self.__name__}.{name}"
+        if name.startswith("__"):
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        removed = REMOVED.get(path.partition(".")[2])
+        if removed is not None:
+            raise ImportError(f"{path} was removed. {removed}.")
+        rooms = [f"{PACKAGE}.{room}" for room in MOVED[self.__name__.partition(".")[2]]]
+        for room in rooms:
+            if name in _names_of(room):
+                raise ImportError(f"{path} was moved: use {room}.{name}.")
+        raise ImportError(f"{path} does not exist: {self.__name__} was divided into {' and '.join(rooms)}.")
+
+
+# An import statement asks sys.modules first, and would say only that there is no such module.
+sys.modules.update({f"{PACKAGE}.{name}": _MovedModule(f"{PACKAGE}.{name}") for name in MOVED})
 
 
 def list_names() -> list[str]:

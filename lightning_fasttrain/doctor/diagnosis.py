@@ -10,7 +10,7 @@ from rich.table import Table
 from lightning_fasttrain.core.messages import Report, format_ms, number_of, titled_table
 from lightning_fasttrain.doctor.finding import Finding
 from lightning_fasttrain.doctor.observation.measured import LineTime
-from lightning_fasttrain.run.profiling.memory_record import MemoryRecord
+from lightning_fasttrain.profiling.memory_record import MemoryRecord
 
 # Findings below this share of a step are counted, not shown.
 LEAST_SHARE = 0.01

@@ -16,7 +16,7 @@ from lightning_fasttrain.doctor.diagnosis import Diagnosis
 from lightning_fasttrain.doctor.observation.trainer_seams import TrainerSeams
 from lightning_fasttrain.doctor.observation.watch import MANY_STEPS, StepCount, Watch
 from lightning_fasttrain.doctor.page import save_diagnosis
-from lightning_fasttrain.dry_run.rehearsal.rehearsal import is_rehearsing
+from lightning_fasttrain.proof.rehearsal.rehearsal import is_rehearsing
 
 
 @check_arguments(steps=MANY_STEPS)

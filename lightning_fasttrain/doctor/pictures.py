@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping
 from html import escape
 
 from lightning_fasttrain.core.messages import format_bytes, format_ms
-from lightning_fasttrain.run.profiling.memory_files import COLOURS
-from lightning_fasttrain.run.profiling.memory_record import CATEGORIES, MemoryRecord
+from lightning_fasttrain.profiling.memory_files import COLOURS
+from lightning_fasttrain.profiling.memory_record import CATEGORIES, MemoryRecord
 
 # Phase → colour, and what a reader sees.
 PHASES = {

@@ -7,7 +7,8 @@ from lightning_fasttrain.core.checks import PositiveFloat, check_arguments
 def critical_batch_tokens(loss: PositiveFloat) -> float:
     """Return the critical batch size in tokens that Kaplan et al. found at a loss, 2e8 / L^(1 / 0.21).
 
-    It is that of one kind of model on one text. :class:`~lightning_fasttrain.run.GradientNoiseScale` measures yours.
+    It is that of one kind of model on one text. :class:`~lightning_fasttrain.profiling.GradientNoiseScale` measures
+    yours.
 
     Args:
         loss: in nats per token of WebText2.
@@ -30,7 +31,7 @@ def cost_of_batch_size(batch: PositiveFloat, critical: PositiveFloat) -> tuple[f
 
     Args:
         batch: B, in samples or tokens.
-        critical: B_crit, in the same unit; measured by :class:`~lightning_fasttrain.run.GradientNoiseScale`.
+        critical: B_crit, in the same unit; measured by :class:`~lightning_fasttrain.profiling.GradientNoiseScale`.
 
     Returns:
         Steps, relative to those with an infinite batch; and data, and so FLOPs, relative to those with a tiny batch.

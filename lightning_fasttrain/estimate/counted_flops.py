@@ -20,9 +20,9 @@ from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.host.lightning import attached_trainer
 from lightning_fasttrain.core.messages import Report, titled_table
 from lightning_fasttrain.core.modules.parameters import count_elements
-from lightning_fasttrain.predict.fake_step import Factory, fake_batch, fake_model
-from lightning_fasttrain.predict.operators.data_dependent_values import AssumedNumbers
-from lightning_fasttrain.predict.predict_memory import Loss, explaining_errors, forward_of
+from lightning_fasttrain.memory.fake_step import Factory, fake_batch, fake_model
+from lightning_fasttrain.memory.operators.data_dependent_values import AssumedNumbers
+from lightning_fasttrain.memory.predict_memory import Loss, explaining_errors, forward_of
 from lightning_fasttrain.technique import Surgery, Technique
 from lightning_fasttrain.technique.declarations import PredictedStep
 from lightning_fasttrain.technique.technique import find_surgeons

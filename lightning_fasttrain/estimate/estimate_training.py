@@ -9,7 +9,6 @@ from torch.optim import Optimizer
 from lightning_fasttrain.core.checks import PositiveFloat, PositiveShare, check_arguments, one_of
 from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.dry_run.verification.verify import as_lightning_module
 from lightning_fasttrain.estimate.accelerators import Accelerator, read_devices
 from lightning_fasttrain.estimate.batch_size import critical_batch_tokens
 from lightning_fasttrain.estimate.counted_flops import StepFlops, count_step_flops, without_recomputation
@@ -27,8 +26,9 @@ from lightning_fasttrain.estimate.scaling_laws import (
     outside_of_range,
 )
 from lightning_fasttrain.estimate.training_estimate import LawEstimate, Speed, TrainingEstimate
-from lightning_fasttrain.predict.fake_step import Factory, fake_model
-from lightning_fasttrain.predict.predict_memory import PRECISIONS, Loss
+from lightning_fasttrain.memory.fake_step import Factory, fake_model
+from lightning_fasttrain.memory.predict_memory import PRECISIONS, Loss
+from lightning_fasttrain.proof.verification.verify import as_lightning_module
 from lightning_fasttrain.technique import Technique
 from lightning_fasttrain.technique.declarations import PredictedStep
 from lightning_fasttrain.technique.technique import find_surgeons
@@ -66,8 +66,8 @@ def estimate_training(
             or one :class:`~lightning_fasttrain.estimate.Accelerator`. None to measure on this machine.
         mfu: of that accelerator; by default 0.4.
         precision: ``"32-true"``, ``"bf16-mixed"`` or ``"bf16-true"``; by default bf16-mixed with ``gpu``, else 32-true.
-        critical_batch: measured by :class:`~lightning_fasttrain.run.GradientNoiseScale`, in the unit of ``length``. By
-            default that of Kaplan et al. at the expected loss.
+        critical_batch: measured by :class:`~lightning_fasttrain.profiling.GradientNoiseScale`, in the unit of
+            ``length``. By default that of Kaplan et al. at the expected loss.
         techniques: techniques of the run, for recomputed FLOPs and memory.
         loss: (module, batch) → loss, instead of ``training_step``.
         optimizer: parameters → optimizer, instead of ``configure_optimizers``.
@@ -190,5 +190,5 @@ def _critical_by_law(laws: tuple[LawEstimate, ...]) -> tuple[float | None, str]:
     if not laws:
         return None, ""
     kind = "an extrapolated" if laws[0].outside else "the expected"
-    how = f"Kaplan et al. 2020 at {kind} loss; run.GradientNoiseScale() measures it on your run"
+    how = f"Kaplan et al. 2020 at {kind} loss; profiling.GradientNoiseScale() measures it on your run"
     return critical_batch_tokens(laws[0].loss), how

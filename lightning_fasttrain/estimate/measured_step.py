@@ -7,8 +7,8 @@ import lightning as L
 import torch
 
 from lightning_fasttrain.core.device import device_clock, dtype_of, peak_flops
-from lightning_fasttrain.dry_run.verification.short_run import EnoughError, Steps, run_steps
-from lightning_fasttrain.run import MemoryRecording
+from lightning_fasttrain.profiling import MemoryRecording
+from lightning_fasttrain.proof.verification.short_run import EnoughError, Steps, run_steps
 from lightning_fasttrain.technique import Technique
 
 _WARMUP = 4  # steps: techniques such as a memory budget measure and plan in the first three

@@ -11,9 +11,9 @@ from lightning_fasttrain.estimate.activation_memory import activation_bytes_per_
 from lightning_fasttrain.estimate.counted_flops import StepFlops
 from lightning_fasttrain.estimate.measured_step import MeasuredStep
 from lightning_fasttrain.estimate.transformer_flops import Recomputation
-from lightning_fasttrain.predict import predict_memory
-from lightning_fasttrain.predict.fake_step import Factory
-from lightning_fasttrain.predict.predict_memory import Loss
+from lightning_fasttrain.memory import predict_memory
+from lightning_fasttrain.memory.fake_step import Factory
+from lightning_fasttrain.memory.predict_memory import Loss
 from lightning_fasttrain.technique import Technique
 
 _FACTORS: dict[Recomputation, str] = {
@@ -36,7 +36,7 @@ def predicted_bytes(
     """Predict the peak of a step, and its activations.
 
     Raises:
-        TypeError, ValueError: as :func:`~lightning_fasttrain.predict.predict_memory`.
+        TypeError, ValueError: as :func:`~lightning_fasttrain.memory.predict_memory`.
     """
     predicted = predict_memory(
         module, batch, loss=loss, optimizer=optimizer, techniques=techniques, precision=precision, device=device

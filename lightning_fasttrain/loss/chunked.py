@@ -233,7 +233,7 @@ class _Chunked(torch.autograd.Function):
         if loss.reduction == "none":
             return losses
         if not torch.compiler.is_compiling():
-            # For data.read_normalizers, which cannot see into this function.
+            # For micro_batching.read_normalizers, which cannot see into this function.
             ctx.normalizer = loss.reduction, number
         return losses.sum() * number.reciprocal()
 

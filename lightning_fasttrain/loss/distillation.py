@@ -304,7 +304,7 @@ def distil_into(
 
     1. ``labels`` other than -100 among the student's arguments (or ``targets``, ``shift_labels``), shifted by one for
        causal models of Hugging Face, whose own loss does so;
-    2. the batch's ``labels`` or ``targets``, as :func:`~lightning_fasttrain.data.count_targets` finds them;
+    2. the batch's ``labels`` or ``targets``, as :func:`~lightning_fasttrain.micro_batching.count_targets` finds them;
     3. the ``attention_mask`` (``decoder_attention_mask`` with encoder and decoder) of the student's arguments or of
        the batch;
     4. otherwise, all positions count.

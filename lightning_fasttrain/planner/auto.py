@@ -18,10 +18,10 @@ from lightning_fasttrain.core.files.safe_load import read_json
 from lightning_fasttrain.core.host.lightning import training_loader
 from lightning_fasttrain.core.machine import hardware, versions
 from lightning_fasttrain.core.messages import explain, say, warn
-from lightning_fasttrain.dry_run.rehearsal.peek_batches import combine, reading_ahead
 from lightning_fasttrain.planner.candidates import Choice
 from lightning_fasttrain.planner.make_plan import make_plan
 from lightning_fasttrain.planner.plan import Plan
+from lightning_fasttrain.proof.rehearsal.peek_batches import combine, reading_ahead
 from lightning_fasttrain.technique import Exactness, Technique
 from lightning_fasttrain.technique.technique import techniques_of
 

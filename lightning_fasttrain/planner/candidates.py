@@ -10,14 +10,14 @@ from typing import Any
 import lightning as L
 from torch import nn
 
-from lightning_fasttrain import data, model
+from lightning_fasttrain import micro_batching, model
 from lightning_fasttrain.core.batch.leaves import batch_size
 from lightning_fasttrain.core.modules.blocks import find_blocks
-from lightning_fasttrain.dry_run.verification.short_run import quietly
+from lightning_fasttrain.memory import predict_memory
+from lightning_fasttrain.memory.fake_step import fake_model
 from lightning_fasttrain.model.memory_budget.memory_budget import MemoryBudget
 from lightning_fasttrain.planner.catalogue import code_of, config_of, known_techniques
-from lightning_fasttrain.predict import predict_memory
-from lightning_fasttrain.predict.fake_step import fake_model
+from lightning_fasttrain.proof.verification.short_run import quietly
 from lightning_fasttrain.technique import Exactness, Setting, Technique, check_together
 from lightning_fasttrain.technique.declarations import Facts, add_model
 
@@ -111,7 +111,7 @@ class Choice:
         """Return new techniques, micro-batching first."""
         made = [switch_of(*switched).make() for switched in self._switched()]
         if self.parts > 1:
-            made.insert(0, data.MicroBatching(self.parts))
+            made.insert(0, micro_batching.MicroBatching(self.parts))
         return made
 
     def code(self) -> list[str]:

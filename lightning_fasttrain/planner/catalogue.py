@@ -5,12 +5,23 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
-from lightning_fasttrain import architecture, data, finetune, loss, model, optim, run
+from lightning_fasttrain import (
+    architecture,
+    checkpoint,
+    finetune,
+    guards,
+    loaders,
+    loss,
+    micro_batching,
+    model,
+    optim,
+    profiling,
+)
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.package import PUBLIC, find_public, public_path
 from lightning_fasttrain.technique import Technique
 
-SUBPACKAGES = (data, model, architecture, finetune, loss, optim, run)
+SUBPACKAGES = (micro_batching, model, loss, optim, finetune, architecture, loaders, checkpoint, guards, profiling)
 
 
 def known_techniques() -> Iterator[type[Technique]]:
@@ -18,7 +29,7 @@ def known_techniques() -> Iterator[type[Technique]]:
 
     Example:
         >>> [technique.__name__ for technique in known_techniques()][:2]
-        ['BatchSizeWarmup', 'DevicePrefetch']
+        ['MicroBatching', 'PaddingFree']
     """
     for subpackage in SUBPACKAGES:
         found = inspect.getmembers(subpackage, inspect.isclass)
@@ -62,7 +73,7 @@ def config_of(made: object) -> dict[str, Any]:
     """Return the configuration with which LightningCLI makes one like this.
 
     Example:
-        >>> config_of(data.MicroBatching(4))
+        >>> config_of(micro_batching.MicroBatching(4))
         {'class_path': 'lightning_fasttrain.MicroBatching', 'init_args': {'n': 4}}
     """
     return config_of_call(_call_that_makes(made))

@@ -22,9 +22,7 @@ from lightning_fasttrain.core.device import GIB, free_bytes
 from lightning_fasttrain.core.host.lightning import configured_optimizers
 from lightning_fasttrain.core.machine import bf16_units
 from lightning_fasttrain.core.messages import explain, format_bytes
-from lightning_fasttrain.dry_run.rehearsal.peek_batches import combine, reading_ahead
-from lightning_fasttrain.dry_run.verification.short_run import copy_module, quietly
-from lightning_fasttrain.dry_run.verification.verify import as_lightning_module
+from lightning_fasttrain.memory.predict_memory import DEVICES, PRECISIONS
 from lightning_fasttrain.optim import build_optimizer, optimizer_state_bytes
 from lightning_fasttrain.planner.candidates import Choice, PredictedMemory, find_axes, switch_of
 from lightning_fasttrain.planner.catalogue import code_of
@@ -32,7 +30,9 @@ from lightning_fasttrain.planner.plan import Plan, Tried
 from lightning_fasttrain.planner.search import Search
 from lightning_fasttrain.planner.several_devices import SeveralDevices
 from lightning_fasttrain.planner.timing import Costs, Stopwatch, assume_costs
-from lightning_fasttrain.predict.predict_memory import DEVICES, PRECISIONS
+from lightning_fasttrain.proof.rehearsal.peek_batches import combine, reading_ahead
+from lightning_fasttrain.proof.verification.short_run import copy_module, quietly
+from lightning_fasttrain.proof.verification.verify import as_lightning_module
 from lightning_fasttrain.technique import Exactness
 from lightning_fasttrain.technique.declarations import Facts, describe_clipping, facts_of_machine
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.wrapped_forward import first_line
-from lightning_fasttrain.data.padding.trim_search import TrimSearch
+from lightning_fasttrain.micro_batching.padding.trim_search import TrimSearch
 from lightning_fasttrain.planner.candidates import Axes, Budget, Choice, PredictedMemory
 from lightning_fasttrain.planner.plan import TELLS, Tried, is_decided, simplest_of_equals_first, why_slower
 from lightning_fasttrain.planner.timing import Costs, Stopwatch, Timed, assume_factor

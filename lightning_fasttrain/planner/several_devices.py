@@ -5,8 +5,8 @@ from typing import Any
 
 import lightning as L
 
-from lightning_fasttrain.dry_run.verification.short_run import quietly
 from lightning_fasttrain.planner.candidates import Choice
+from lightning_fasttrain.proof.verification.short_run import quietly
 from lightning_fasttrain.strategy.choose_strategy import (
     Candidate,
     Compared,

@@ -10,11 +10,11 @@ import lightning as L
 import torch
 
 from lightning_fasttrain.core.device import device_clock, dtype_of, peak_flops
-from lightning_fasttrain.data import MicroBatching
-from lightning_fasttrain.data.padding.trim_search import TrimSearch
-from lightning_fasttrain.dry_run.verification.short_run import EnoughError, PeakObserver, Steps, run_steps
+from lightning_fasttrain.memory import count_flops
+from lightning_fasttrain.micro_batching import MicroBatching
+from lightning_fasttrain.micro_batching.padding.trim_search import TrimSearch
 from lightning_fasttrain.planner.candidates import Budget, Choice, switch_of
-from lightning_fasttrain.predict import count_flops
+from lightning_fasttrain.proof.verification.short_run import EnoughError, PeakObserver, Steps, run_steps
 
 PER_PART = 0.01  # share of a step for each micro-batch, until it is measured
 _BF16 = 0.5

@@ -16,7 +16,7 @@ from lightning_fasttrain.core.checks import PositiveFloat, PositiveInt, check_ar
 from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.messages import Report, explain
 from lightning_fasttrain.core.modules.parameters import quantized_tensors
-from lightning_fasttrain.predict.fake_step import fake_model
+from lightning_fasttrain.memory.fake_step import fake_model
 from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
 from lightning_fasttrain.strategy.memory_limits import (
     Fit,

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_fasttrain.checkpoint.checkpoint_folder import MANIFEST, verify_checkpoint
 from lightning_fasttrain.core.checks import check_arguments, require
 from lightning_fasttrain.core.files.atomic_write import write_atomic
-from lightning_fasttrain.core.files.checkpoint_folder import MANIFEST, verify_checkpoint
 from lightning_fasttrain.core.files.safe_load import as_corrupt, existing_path
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.parameters import bytes_of

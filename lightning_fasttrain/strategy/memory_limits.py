@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.messages import explain, titled_table
-from lightning_fasttrain.predict.memory_report import MemoryReport
-from lightning_fasttrain.predict.predict_memory import predict_strategies
+from lightning_fasttrain.memory.memory_report import MemoryReport
+from lightning_fasttrain.memory.predict_memory import predict_strategies
 
 _STATES = ("parameters", "gradients", "optimizer state")
 

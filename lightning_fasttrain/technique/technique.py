@@ -58,7 +58,7 @@ def describe(made: object) -> str:
     """Return the call that made an object: without defaults, with modules and tensors by their class.
 
     Example:
-        >>> from lightning_fasttrain.data import MicroBatching
+        >>> from lightning_fasttrain.micro_batching import MicroBatching
         >>> describe(MicroBatching(4, count="samples"))
         "MicroBatching(n=4, count='samples')"
     """
@@ -71,7 +71,7 @@ def settings_of(made: object) -> dict[str, str]:
     """Return each argument, defaults included, as text that is the same in every process.
 
     Example:
-        >>> from lightning_fasttrain.data import TokenWeightedAccumulation
+        >>> from lightning_fasttrain.micro_batching import TokenWeightedAccumulation
         >>> settings_of(TokenWeightedAccumulation(4))
         {'factor': '4', 'by': "'epoch'", 'count': "'auto'", 'check': 'True'}
     """

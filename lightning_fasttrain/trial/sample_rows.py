@@ -34,7 +34,7 @@ def sample_rows(batch: object, micro_batch_size: int) -> Iterator[Sample]:
     rows, but the number of distinct labels, for example, does not.
 
     Args:
-        batch: any batch that :func:`~lightning_fasttrain.data.split_batch` takes.
+        batch: any batch that :func:`~lightning_fasttrain.micro_batching.split_batch` takes.
         micro_batch_size: number of samples that is known to fit in memory.
 
     Example:

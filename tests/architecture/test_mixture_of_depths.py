@@ -271,7 +271,7 @@ def test_what_it_cannot_join_is_refused():
         (ft.MicroBatching(2, trim_padding=False), "mean over all tokens of a batch"),
         (ft.TokenWeightedAccumulation(2), "mean over all tokens of a batch"),
         (ft.MicroBatching(2), "share of the length"),
-        (ft.data.PaddingFree(), "share of the length"),
+        (ft.micro_batching.PaddingFree(), "share of the length"),
     ):
         with pytest.raises(ValueError, match=why):
             ft.technique.check_together([predicts, other])

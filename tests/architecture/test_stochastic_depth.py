@@ -290,6 +290,6 @@ def test_by_batch_it_is_refused_with_sharded_parameters():
 def test_by_row_it_is_refused_where_blocks_run_as_one_row():
     row, batch = (ft.architecture.StochasticDepth(0.1, mode=mode) for mode in ("row", "batch"))
     with pytest.raises(ValueError, match="tokens of all samples as one row"):
-        ft.technique.check_together([row, ft.data.PaddingFree()])
-    ft.technique.check_together([batch, ft.data.PaddingFree()])
+        ft.technique.check_together([row, ft.micro_batching.PaddingFree()])
+    ft.technique.check_together([batch, ft.micro_batching.PaddingFree()])
     ft.technique.check_together([row, ft.MicroBatching(2)])

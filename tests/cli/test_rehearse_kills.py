@@ -13,7 +13,7 @@ from lightning_fasttrain.cli.main import main
 from lightning_fasttrain.cli.rehearsal import rehearse as command
 from lightning_fasttrain.cli.rehearsal.killed_script import fingerprint
 from lightning_fasttrain.cli.rehearsal.rehearse_kills import rehearse_kills
-from lightning_fasttrain.dry_run.verification.digest import take_digest
+from lightning_fasttrain.proof.verification.digest import take_digest
 from tests.cli.forked_script import start_fork
 
 SCRIPT = """

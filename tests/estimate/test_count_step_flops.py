@@ -11,7 +11,7 @@ import lightning_fasttrain as ft
 from lightning_fasttrain.bench.gpt import GPTConfig, GPTModule
 from lightning_fasttrain.estimate import count_parameters_by_part, count_step_flops, palm_flops_per_token
 from lightning_fasttrain.estimate.counted_flops import AttentionShape
-from lightning_fasttrain.predict import count_flops
+from lightning_fasttrain.memory import count_flops
 
 ROWS, LENGTH, WIDTH, VOCABULARY = 3, 8, 16, 50
 IDS = torch.zeros(ROWS, LENGTH, dtype=torch.long)

@@ -72,7 +72,7 @@ def test_laws_and_batch_are_those_of_the_functions(on_gpus):
 
 
 def test_a_measured_noise_scale_is_the_critical_batch_size():
-    noise = ft.run.GradientNoiseScale(every_n_steps=1)
+    noise = ft.profiling.GradientNoiseScale(every_n_steps=1)
     varied = tuple(torch.arange(ROWS * CONTEXT).view(ROWS, CONTEXT) for _ in range(2))
     fit(gpt(), [varied, varied], [noise, ft.MicroBatching(2)])
     assert noise.samples is not None

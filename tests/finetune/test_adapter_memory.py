@@ -6,7 +6,7 @@ import torch
 import transformers
 
 import lightning_fasttrain as ft
-from tests.predict.test_predict_memory import SMALL, measured
+from tests.memory.test_predict_memory import SMALL, measured
 from tests.support.nets import as_loader, trainer
 
 

@@ -19,7 +19,7 @@ from lightning_fasttrain.finetune import (
     unload_adapters_,
     unmerge_adapters_,
 )
-from lightning_fasttrain.run import PeakMemory
+from lightning_fasttrain.profiling import PeakMemory
 from tests.finetune.test_quantized_stacks import EXPERTS, MODELS, batch, build, dequantized, step
 from tests.support.nets import largest_difference
 

@@ -43,9 +43,9 @@ class Probe(L.LightningModule):
         torch.manual_seed(3)
         RUNS[self] = 0
         layers = [nn.Conv2d(3, 8, 3, stride=2), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten()]
-        self.trunk, self.head = nn.Sequential(*layers), nn.Linear(32, 3)
-        ft.finetune.freeze_(self.trunk)
-        self.trunk[0].register_forward_hook(self.count)
+        self.backbone, self.head = nn.Sequential(*layers), nn.Linear(32, 3)
+        ft.finetune.freeze_(self.backbone)
+        self.backbone[0].register_forward_hook(self.count)
         self.losses = []
 
     def count(self, layer, inputs, output):
@@ -56,7 +56,7 @@ class Probe(L.LightningModule):
         return RUNS.get(self, 0)
 
     def training_step(self, batch, batch_idx):
-        loss = F.cross_entropy(self.head(self.trunk(batch[0])), batch[1])
+        loss = F.cross_entropy(self.head(self.backbone(batch[0])), batch[1])
         self.losses.append(loss.item())
         return loss
 
@@ -69,13 +69,13 @@ class Latents(Probe):
 
     def __init__(self):
         super().__init__()
-        self.trunk = nn.Sequential(nn.Conv2d(3, 8, 3, stride=2), nn.GroupNorm(2, 8), nn.SiLU(), nn.Conv2d(8, 4, 1))
-        self.trunk.requires_grad_(False)
-        self.trunk[0].register_forward_hook(self.count)
+        self.backbone = nn.Sequential(nn.Conv2d(3, 8, 3, stride=2), nn.GroupNorm(2, 8), nn.SiLU(), nn.Conv2d(8, 4, 1))
+        self.backbone.requires_grad_(False)
+        self.backbone[0].register_forward_hook(self.count)
         self.head = nn.Conv2d(4, 4, 1)
 
     def training_step(self, batch, batch_idx):
-        latents = self.trunk(batch[0])
+        latents = self.backbone(batch[0])
         noise, level = torch.randn_like(latents), torch.rand(len(latents), 1, 1, 1)
         loss = F.mse_loss(self.head((1 - level) * latents + level * noise), noise)
         self.losses.append(loss.item())
@@ -96,28 +96,28 @@ def train(net, callbacks=(), epochs=3, noise=0.0, ckpt_path=None, **settings):
 @pytest.mark.parametrize("in_files", [False, True])
 def test_losses_and_weights_are_bitwise_those_of_the_plain_run(kind, in_files, tmp_path):
     plain, _ = train(kind())
-    cache = FrozenCache("trunk", tmp_path if in_files else None)
+    cache = FrozenCache("backbone", tmp_path if in_files else None)
     ours, _ = train(kind(), [cache])
     assert ours.losses == plain.losses
     assert same(weights(plain), weights(ours))
     assert plain.runs == 36
     assert ours.runs == 4 + 3 + 12  # the first batch is examined: again, and without its last row
-    assert cache.outcome(ours) == "24 outputs of 'trunk' were read, 12 computed"
+    assert cache.outcome(ours) == "24 outputs of 'backbone' were read, 12 computed"
     assert len(list(tmp_path.rglob("*.safetensors"))) == int(in_files)
 
 
 def test_workers_and_shuffled_batches_read_the_same_rows():
     plain, _ = train(Probe(), shuffle=True, num_workers=2, persistent_workers=True)
-    ours, _ = train(Probe(), [FrozenCache("trunk")], shuffle=True, num_workers=2, persistent_workers=True)
+    ours, _ = train(Probe(), [FrozenCache("backbone")], shuffle=True, num_workers=2, persistent_workers=True)
     torch.testing.assert_close(ours.losses, plain.losses)
     assert ours.runs == 4 + 3 + 12
 
 
 def test_a_resumed_run_reads_what_the_first_one_wrote(tmp_path):
     plain, _ = train(Probe(), epochs=2)
-    _, t = train(Probe(), [FrozenCache("trunk", tmp_path / "rows")], epochs=1)
+    _, t = train(Probe(), [FrozenCache("backbone", tmp_path / "rows")], epochs=1)
     t.save_checkpoint(tmp_path / "half.ckpt")
-    ours, _ = train(Probe(), [FrozenCache("trunk", tmp_path / "rows")], epochs=2, ckpt_path=tmp_path / "half.ckpt")
+    ours, _ = train(Probe(), [FrozenCache("backbone", tmp_path / "rows")], epochs=2, ckpt_path=tmp_path / "half.ckpt")
     assert same(weights(plain), weights(ours))
     assert ours.runs == 4 + 4 + 3  # the first batch alone
 
@@ -187,15 +187,15 @@ def test_outputs_of_any_structure_and_layout_come_back_as_they_were():
     assert "forward" not in vars(net["part"])
 
 
-def test_a_hugging_face_trunk_returns_its_own_output():
+def test_a_hugging_face_backbone_returns_its_own_output():
     config = ViTConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, image_size=8)
     config.patch_size = 4
-    net = nn.ModuleDict({"trunk": ViTModel(config).eval().requires_grad_(False)})
+    net = nn.ModuleDict({"backbone": ViTModel(config).eval().requires_grad_(False)})
     images = torch.randn(2, 3, 8, 8)
-    expected = net["trunk"](images)
-    cached = cache_frozen_(net, "trunk")
+    expected = net["backbone"](images)
+    cached = cache_frozen_(net, "backbone")
     for _ in range(2):
-        found = net["trunk"](pixel_values=images)
+        found = net["backbone"](pixel_values=images)
     assert type(found) is type(expected)
     assert torch.equal(found.last_hidden_state, expected.last_hidden_state)
     assert cached.hits == 2
@@ -246,63 +246,63 @@ def test_a_part_that_trains_is_refused_at_once_and_when_it_is_unfrozen():
 
 def test_unfreezing_beside_it_and_an_unknown_part_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"FrozenCache \+ GradualUnfreezing: it unfreezes the part"):
-        train(Probe(), [FrozenCache("trunk"), ft.finetune.GradualUnfreezing(groups=["*"])])
-    with pytest.raises(ValueError, match="part='trunck' in Probe: no such module. Similar names are 'trunk'"):
+        train(Probe(), [FrozenCache("backbone"), ft.finetune.GradualUnfreezing(groups=["*"])])
+    with pytest.raises(ValueError, match="part='trunck' in Probe: no such module. Similar names are 'backbone'"):
         train(Probe(), [FrozenCache("trunck")])
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="folder="):
-        train(Probe(), [FrozenCache("trunk", tmp_path / "file")])
+        train(Probe(), [FrozenCache("backbone", tmp_path / "file")])
 
 
 def test_augmented_inputs_are_computed_and_warned_of():
     plain, _ = train(Probe(), noise=0.1)
     with pytest.warns(ft.FastTrainWarning, match="none of the 12 inputs of this epoch had been seen before"):
-        ours, _ = train(Probe(), [FrozenCache("trunk")], noise=0.1)
+        ours, _ = train(Probe(), [FrozenCache("backbone")], noise=0.1)
     assert ours.losses == plain.losses
     assert same(weights(plain), weights(ours))
 
 
 def test_a_damaged_file_is_named_and_not_used(tmp_path):
     plain, _ = train(Probe(), epochs=1)
-    train(Probe(), [FrozenCache("trunk", tmp_path)], epochs=1)
+    train(Probe(), [FrozenCache("backbone", tmp_path)], epochs=1)
     (file,) = tmp_path.rglob("*.safetensors")
     file.write_bytes(file.read_bytes()[:-7])
     with pytest.warns(ft.FastTrainWarning, match=f"{file.name} is damaged and not used"):
-        ours, _ = train(Probe(), [FrozenCache("trunk", tmp_path)], epochs=1)
+        ours, _ = train(Probe(), [FrozenCache("backbone", tmp_path)], epochs=1)
     assert same(weights(plain), weights(ours))
 
 
 def test_rows_of_another_model_under_the_same_fingerprint_are_noticed(tmp_path, monkeypatch):
     monkeypatch.setattr("lightning_fasttrain.finetune.frozen_cache.cached_forward.hash_module", lambda module: b"same")
-    train(Probe(), [FrozenCache("trunk", tmp_path)], epochs=1)
+    train(Probe(), [FrozenCache("backbone", tmp_path)], epochs=1)
     other = Probe()
-    nn.init.ones_(other.trunk[0].weight)
+    nn.init.ones_(other.backbone[0].weight)
     plain, _ = train(copy.deepcopy(other), epochs=1)
-    with pytest.warns(ft.FastTrainWarning, match="are not those of 'trunk'; not used"):
-        ours, _ = train(other, [FrozenCache("trunk", tmp_path)], epochs=1)
+    with pytest.warns(ft.FastTrainWarning, match="are not those of 'backbone'; not used"):
+        ours, _ = train(other, [FrozenCache("backbone", tmp_path)], epochs=1)
     assert same(weights(plain), weights(ours))
 
 
 def test_micro_batches_and_copies_read_the_same_rows():
-    cache, net = FrozenCache("trunk"), Probe()
-    train(net, [cache, ft.MicroBatching(2), ft.run.StepMeter()])
+    cache, net = FrozenCache("backbone"), Probe()
+    train(net, [cache, ft.MicroBatching(2), ft.profiling.StepMeter()])
     plain, _ = train(Probe(), [ft.MicroBatching(2)])
     torch.testing.assert_close(weights(net), weights(plain))
     with ft.apply(net, [cache]):
-        net.trunk(Images().images)
+        net.backbone(Images().images)
         twin = copy.deepcopy(net)
         runs = twin.runs
-        twin.trunk(Images().images)
+        twin.backbone(Images().images)
         assert twin.runs == runs
 
 
 def test_rows_of_a_validation_are_read_in_training_and_the_other_way_round():
     class Validated(Probe):
         def validation_step(self, batch, batch_idx):
-            self.head(self.trunk(batch[0]))
+            self.head(self.backbone(batch[0]))
 
-    net, cache = Validated(), FrozenCache("trunk")
-    net.trunk.eval()
+    net, cache = Validated(), FrozenCache("backbone")
+    net.backbone.eval()
     loader = DataLoader(Images(), batch_size=4)
     trainer([cache], max_epochs=2).fit(net, loader, loader)  # validation runs in inference mode, and before training
     assert net.runs == 4 + 3 + 12

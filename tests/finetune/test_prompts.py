@@ -660,7 +660,7 @@ def test_caches_with_virtual_tokens_and_tuple_outputs_are_refused():
 
 
 def test_the_peak_with_virtual_tokens_is_predicted_within_five_per_cent():
-    from tests.predict.test_predict_memory import SMALL, measured
+    from tests.memory.test_predict_memory import SMALL, measured
 
     techniques = [PrefixTuning(8), ft.ActivationCheckpointing()]
     report = ft.predict_memory(SMALL["llama"].module, SMALL["llama"].batch(), techniques=techniques, device="cpu")

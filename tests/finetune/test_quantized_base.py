@@ -29,7 +29,7 @@ from lightning_fasttrain.finetune import (
     quantized_bytes,
 )
 from lightning_fasttrain.finetune.quantized.quantized_layer import KINDS, quantization_of
-from lightning_fasttrain.run import PeakMemory
+from lightning_fasttrain.profiling import PeakMemory
 from tests.support.nets import LazyLM, TinyLM, as_loader, fit, lm_batches, trainer, weights
 
 each_kind = pytest.mark.parametrize("kind", KINDS)

@@ -15,7 +15,7 @@ import lightning_fasttrain as ft
 from lightning_fasttrain.finetune import load_quantized, quantize_base_, trained_names, trained_state
 from lightning_fasttrain.finetune.quantized.quantized_tensor import dequantize_tensor, held_tensors
 from lightning_fasttrain.finetune.selection.base_fingerprint import base_fingerprint
-from lightning_fasttrain.run import PeakMemory
+from lightning_fasttrain.profiling import PeakMemory
 from tests.support.nets import as_loader, largest_difference, trainer
 
 SIZE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 90}

@@ -20,7 +20,7 @@ from lightning_fasttrain.core.batch import find_labels
 from lightning_fasttrain.loss import Distillation, distil_into, fuse_loss_head_
 from lightning_fasttrain.loss.deferred_logits import DeferredLogits
 from lightning_fasttrain.loss.loss_inputs import student_of
-from lightning_fasttrain.run import PeakMemory
+from lightning_fasttrain.profiling import PeakMemory
 from tests.loss.test_fused_loss_head import MODELS, HuggingFace
 from tests.loss.test_fused_loss_head import batch as hf_batch
 from tests.support import nets
@@ -313,10 +313,10 @@ def hf_by_hand(model, teacher, batches, rows=slice(None)):
     [
         lambda: [],
         lambda: [ft.FusedLossHead()],
-        lambda: [ft.MicroBatching(3, count=ft.data.count_next_tokens)],
+        lambda: [ft.MicroBatching(3, count=ft.micro_batching.count_next_tokens)],
         lambda: [
             ft.FusedLossHead(),
-            ft.MicroBatching(2, count=ft.data.count_next_tokens),
+            ft.MicroBatching(2, count=ft.micro_batching.count_next_tokens),
             ft.ActivationCheckpointing(),
         ],
     ],
@@ -449,7 +449,7 @@ def test_masks_come_from_attention_masks_or_a_function():
 )
 def test_labels_are_found_as_by_count_targets(batch):
     labels = find_labels(batch)[1]
-    counted = ft.data.count_targets(batch)
+    counted = ft.micro_batching.count_targets(batch)
     assert isinstance(counted, int) if labels is None else (labels != -100).sum() == counted
 
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelFo
 import lightning_fasttrain as ft
 from lightning_fasttrain.loss import FusedLossHead, fuse_loss_head_
 from lightning_fasttrain.loss.deferred_logits import DeferredLogits
-from lightning_fasttrain.run import PeakMemory
+from lightning_fasttrain.profiling import PeakMemory
 from tests.support.nets import ShallowLM, as_loader, gradients, largest_difference, lm_batches, sgd, trainer, weights
 
 VOCAB, LENGTH = 97, 11
@@ -321,8 +321,11 @@ class HuggingFace(L.LightningModule):
     "others",
     [
         lambda: [],
-        lambda: [ft.MicroBatching(2, count=ft.data.count_next_tokens), ft.ActivationCheckpointing()],
-        lambda: [ft.CompileBlocks(backend="eager"), ft.TokenWeightedAccumulation(1, count=ft.data.count_next_tokens)],
+        lambda: [ft.MicroBatching(2, count=ft.micro_batching.count_next_tokens), ft.ActivationCheckpointing()],
+        lambda: [
+            ft.CompileBlocks(backend="eager"),
+            ft.TokenWeightedAccumulation(1, count=ft.micro_batching.count_next_tokens),
+        ],
     ],
     ids=["alone", "MicroBatching+ActivationCheckpointing", "CompileBlocks+TokenWeightedAccumulation"],
 )

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from lightning_fasttrain.loss import linear_cross_entropy, logit_losses
 from lightning_fasttrain.loss.chunked import chunk_size
-from lightning_fasttrain.run import PeakMemory
+from lightning_fasttrain.profiling import PeakMemory
 
 TOKENS, DIM, CLASSES = 37, 12, 53
 

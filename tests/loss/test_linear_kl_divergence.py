@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from lightning_fasttrain.loss import kl_divergence, linear_kl_divergence
-from lightning_fasttrain.run import PeakMemory
+from lightning_fasttrain.profiling import PeakMemory
 
 TOKENS, DIM, THEIR_DIM, CLASSES = 37, 12, 20, 53
 

@@ -530,7 +530,7 @@ def test_selective_memory_lies_between_kept_and_recomputed():
         if policy is not None:
             checkpoint_activations_(net, policy)
         tokens = torch.randint(8, (8, 64))
-        with ft.run.PeakMemory("cpu", net, tokens) as peak:
+        with ft.profiling.PeakMemory("cpu", net, tokens) as peak:
             net(tokens).sum().backward()
         return peak.added_bytes
 

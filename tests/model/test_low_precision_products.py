@@ -15,7 +15,7 @@ from lightning_fasttrain.core.modules.wrapped_forward import without_rounding
 from lightning_fasttrain.finetune import QuantizedBase
 from lightning_fasttrain.model.kernels import low_precision_products
 from lightning_fasttrain.model.kernels.low_precision_products import linear_in_8_bits, multiply_rows
-from lightning_fasttrain.run import PeakMemory
+from lightning_fasttrain.profiling import PeakMemory
 from tests.support.nets import TinyLM, fit, gradients, largest_difference, lm_batches, weights
 
 KINDS = ("int8", "float8")

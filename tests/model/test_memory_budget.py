@@ -23,7 +23,7 @@ from lightning_fasttrain.model.activation_checkpointing import CheckpointedForwa
 from lightning_fasttrain.model.memory_budget import block_profiler
 from lightning_fasttrain.model.memory_budget.block_cost import BlockCost, measure_block
 from lightning_fasttrain.model.memory_budget.checkpoint_plan import make_plan
-from lightning_fasttrain.run import PeakMemory
+from lightning_fasttrain.profiling import PeakMemory
 from tests.support import families
 from tests.support.nets import TinyLM, as_loader, lm_batches, same, trainer, weights
 

@@ -187,7 +187,7 @@ def test_gradients_never_exist_all_at_once():
         x = torch.ones(1, 128)
         for _ in range(2):  # the first creates the optimizer's state
             loss = net(x).sum()
-            with ft.run.PeakMemory("cpu", net, optimizer, loss) as peak:
+            with ft.profiling.PeakMemory("cpu", net, optimizer, loss) as peak:
                 loss.backward()
                 optimizer.step()
             optimizer.zero_grad()

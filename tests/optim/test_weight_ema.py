@@ -182,7 +182,7 @@ def test_a_step_that_a_guard_skips_is_not_averaged():
     averages = []
     for bad, batches in (((2,), BATCHES), ((), BATCHES[:2] + BATCHES[3:])):
         ema = WeightEMA(0.5)
-        trainer([ema, ft.run.FiniteGuard()]).fit(Validated(bad), as_loader(batches))
+        trainer([ema, ft.guards.FiniteGuard()]).fit(Validated(bad), as_loader(batches))
         averages.append(ema.average)
     assert largest_difference(*averages) == 0
 

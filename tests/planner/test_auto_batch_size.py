@@ -101,7 +101,7 @@ def test_the_fewest_parts_within_the_limit_are_used_and_the_run_is_that_of_the_n
 
 def test_what_grows_is_tried_as_it_will_be():
     peaks = {parts: peak_in(parts) for parts in (2, 3)}
-    growing = [ft.data.SequenceLengthWarmup(2, 40, over=4), ft.data.BatchSizeWarmup(2, over=3)]
+    growing = [ft.loaders.SequenceLengthWarmup(2, 40, over=4), ft.loaders.BatchSizeWarmup(2, over=3)]
     auto = ft.AutoBatchSize(memory_gib=(peaks[2] + peaks[3]) / 2 / GIB)
     train(ShallowLM(dropout=0.2), [auto, *growing])
     assert auto.parts == 3
@@ -185,7 +185,7 @@ def test_a_resumed_run_goes_on_with_what_was_found(tmp_path):
 
 @pytest.mark.parametrize("first", ["auto", "rehearsal"])
 def test_a_rehearsal_beside_it_runs_in_the_parts_that_were_found(tmp_path, first):
-    auto, rehearsal = ft.AutoBatchSize(memory_gib=1), ft.dry_run.Rehearsal(seconds=1)
+    auto, rehearsal = ft.AutoBatchSize(memory_gib=1), ft.proof.Rehearsal(seconds=1)
     callbacks = [auto, rehearsal] if first == "auto" else [rehearsal, auto]
     found, _ = train(Staged(4), callbacks, default_root_dir=tmp_path, enable_checkpointing=True)
     expected, _ = train(ShallowLM(dropout=0.2), [ft.MicroBatching(3)])

@@ -118,7 +118,7 @@ def test_what_does_not_fit_is_said_with_the_shortfall():
         plan(1e-5, keep="exact")
 
 
-def test_a_loss_that_needs_the_whole_batch_may_run_in_parts_through_the_trunk():
+def test_a_loss_that_needs_the_whole_batch_may_run_in_parts_through_the_backbone():
     class Contrastive(TwoBlocks):
         def loss(self, batch):
             x = F.normalize(self(batch["input_ids"]).mean(1), dim=1)

@@ -7,11 +7,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.dry_run.verification.short_run import Steps, run_steps
 from lightning_fasttrain.planner.candidates import SWITCHES, Axes, Choice, PredictedMemory
 from lightning_fasttrain.planner.make_plan import _describe_padding
 from lightning_fasttrain.planner.search import Search
 from lightning_fasttrain.planner.timing import Costs, Stopwatch, _Watch
+from lightning_fasttrain.proof.verification.short_run import Steps, run_steps
 from tests.support.nets import ShallowLM, padded_batches
 
 LENGTHS = [32, 32, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4]

@@ -177,7 +177,7 @@ def padded(found):
     base.trainer(strategy=SingleDeviceStrategy("cpu")).fit(alone, as_loader(Padded.batches()))
     divided = {"tensor_parallel": 2, "sequence_parallel": True}
     for name, options in (("context", {"context_parallel": 2}), ("sequence", divided)):
-        micro = ft.MicroBatching(4, trim_padding=ft.data.TrimPadding(multiple_of=1))
+        micro = ft.MicroBatching(4, trim_padding=ft.micro_batching.TrimPadding(multiple_of=1))
         module = Padded()
         fit(module, [micro], strategy=FSDP2Strategy(**options), batches=Padded.batches())
         found[f"{name} with padding"] = largest_difference(weights(alone), base.whole(module))

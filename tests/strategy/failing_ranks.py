@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.core.files.checkpoint_folder import verify_checkpoint
+from lightning_fasttrain.checkpoint.checkpoint_folder import verify_checkpoint
 from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
 from lightning_fasttrain.strategy.zero.zero_strategy import ZeROStrategy
 from tests.support.nets import TinyLM, as_loader, lm_batches, trainer

@@ -333,7 +333,7 @@ def mask_on_one_rank(plain):
     batches = [dict(batch) for batch in MINE[:SHORT]]
     for batch in batches[RANK:]:
         batch["mask"] = (batch["labels"] != -100).long()
-    micro = ft.MicroBatching(3, trim_padding=ft.data.TrimPadding(multiple_of=1))
+    micro = ft.MicroBatching(3, trim_padding=ft.micro_batching.TrimPadding(multiple_of=1))
     module, _ = fit([micro], batches={"train_dataloaders": as_loader(batches)})
     return [*gap_and_agree(plain, module), micro.trimming.saved]
 
@@ -355,9 +355,9 @@ def techniques(found, folder):
         lambda: [ft.ActivationCheckpointing(ft.model.SelectiveOps())],
         lambda: [ft.ActivationOffload(min_mib=0, folder=folder), ft.EagerGradientRelease(), ft.DevicePrefetch()],
         lambda: [ft.MicroBatching(3)],
-        lambda: [ft.MicroBatching(3, trim_padding=ft.data.TrimPadding(multiple_of=1))],
-        lambda: [ft.MicroBatching(max_tokens=9, trim_padding=ft.data.TrimPadding(multiple_of=1))],
-        lambda: [ft.data.PaddingFree()],
+        lambda: [ft.MicroBatching(3, trim_padding=ft.micro_batching.TrimPadding(multiple_of=1))],
+        lambda: [ft.MicroBatching(max_tokens=9, trim_padding=ft.micro_batching.TrimPadding(multiple_of=1))],
+        lambda: [ft.micro_batching.PaddingFree()],
     ):
         module, _ = fit(make())
         expected = ddp(callbacks=make())[0] if isinstance(make()[0], CHANGE_RESULTS) else plain

@@ -82,7 +82,7 @@ def run(kind, folder, ckpt=None):
     torch.manual_seed(20 + RANK)
     seen, module = Seen(), Scheduled(kind)
     saving = [] if ckpt else [ModelCheckpoint(folder, f"{kind}-{WORLD}", every_n_train_steps=SAVED_AT, save_top_k=-1)]
-    techniques = [ft.data.GlobalBatch(GLOBAL), ft.ExactResume()]
+    techniques = [ft.loaders.GlobalBatch(GLOBAL), ft.ExactResume()]
     t = trainer(
         [*saving, *techniques, seen],
         devices=WORLD,

@@ -16,7 +16,8 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.bench import GPTConfig, GPTModule
-from lightning_fasttrain.run import PeakMemory, newest_remote_checkpoint
+from lightning_fasttrain.checkpoint import newest_remote_checkpoint
+from lightning_fasttrain.profiling import PeakMemory
 from tests.support.nets import as_loader
 from tests.support.s3_server import BUCKET, forget_connections
 

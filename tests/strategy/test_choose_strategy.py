@@ -9,7 +9,7 @@ from rich.console import Console
 from torch import nn
 
 from lightning_fasttrain import FSDP2Strategy, LoRA, MicroBatching, QLoRA, ZeROStrategy
-from lightning_fasttrain.predict import predict_memory
+from lightning_fasttrain.memory import predict_memory
 from lightning_fasttrain.strategy.choose_strategy import CANDIDATES, choose_strategy
 from tests.support.nets import TinyLM, as_loader, lm_batches, trainer
 

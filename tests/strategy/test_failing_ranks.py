@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_fasttrain.core.files.checkpoint_folder import verify_checkpoint
+from lightning_fasttrain.checkpoint.checkpoint_folder import verify_checkpoint
 from tests.strategy.failing_ranks import run_scenarios
 
 

@@ -12,7 +12,7 @@ import lightning as L
 import torch
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.run.guards.finite_guard import refuse_unfinite
+from lightning_fasttrain.guards.finite_guard import refuse_unfinite
 from lightning_fasttrain.strategy.zero.zero_fabric import FabricZeROStrategy
 from lightning_fasttrain.strategy.zero.zero_strategy import ZeROStrategy
 from tests.strategy.zero_steps import Grouped, whole
@@ -84,7 +84,7 @@ def skips_bad_steps(found, folder):
     found["skipped, window 1"] = is_skipped(factor, 1, ft.FiniteGuard(), **windows)
     # The gradient of a constant is finite, so that DeepSpeed itself would make the step.
     found["skipped, constant 3"] = is_skipped(constant, 3, ft.FiniteGuard())
-    found["skipped, spike 2"] = is_skipped(torch.tensor([200.0, 0.0]), 2, ft.run.SpikeGuard(after=3))
+    found["skipped, spike 2"] = is_skipped(torch.tensor([200.0, 0.0]), 2, ft.guards.SpikeGuard(after=3))
     try:
         fit(batches(factor), 2, [ft.FiniteGuard(stop_after=1)])
         found["stopped"] = "no error"
@@ -116,7 +116,7 @@ def skips_in_fabric(found, folder):
             fabric.launch()
             module = Spoilt("adamw", "one")
             model, optimizer = fabric.setup(module, torch.optim.AdamW(module.trained.parameters()))
-            steps = ft.run.FiniteSteps()
+            steps = ft.guards.FiniteSteps()
             steps.guard_(optimizer, module)
             for batch in data:
                 loss = model.module.training_step(batch)

@@ -734,7 +734,7 @@ def refuses(found, folder):
     fit(net("sgd"), ZeROStrategy(stage=2), batches=MINE[:1], max_epochs=1).save_checkpoint(path)
     (path / "MANIFEST.json").unlink()
     found["no manifest"] = error_of(lambda: fit(net("sgd"), ZeROStrategy(stage=2), path=path, max_epochs=2))
-    from lightning_fasttrain.core.files.checkpoint_folder import checkpoint_folder
+    from lightning_fasttrain.checkpoint.checkpoint_folder import checkpoint_folder
 
     with checkpoint_folder(path, about={"stage": 2}) as staging:
         (staging / "checkpoint").mkdir()

@@ -102,7 +102,7 @@ def noise_of(batches):
         parts.append(torch.cat([gradient.flatten() for gradient in gradients]))
     sizes = torch.tensor([float(len(batch["labels"])) for batch in batches])
     norms, whole = torch.stack(parts).square().sum(1), torch.stack(parts).mean(0).square().sum()
-    return [float(value) for value in ft.run.split_gradient_noise(norms, sizes, whole)]
+    return [float(value) for value in ft.profiling.split_gradient_noise(norms, sizes, whole)]
 
 
 def main(path):
@@ -114,13 +114,13 @@ def main(path):
     split, seen, u, reductions = run([ft.MicroBatching(3)], mine)
     found["micro"] = worst(expected, seen)
     found["micro agree"] = agree(split)
-    trims = ft.data.TrimPadding(multiple_of=1)
+    trims = ft.micro_batching.TrimPadding(multiple_of=1)
     for name, how in {"trimmed": {"n": 3}, "token budget": {"max_tokens": 9}}.items():
         micro = ft.MicroBatching(**how, trim_padding=trims)
         module, seen, t, reductions = run([micro], mine)
         found[name] = [worst(expected, seen), agree(module), len(reductions), micro.trimming.saved]
     found["reductions a step"] = [len(plain_reductions), len(reductions)]
-    free = ft.data.PaddingFree()
+    free = ft.micro_batching.PaddingFree()
     module, seen, t, _ = run([free], mine)
     found["padding-free"] = [worst(expected, seen), agree(module), free.acts]
 
@@ -169,14 +169,14 @@ def main(path):
     ours, seen, *_ = seeded([case.make() for case in kept if case.regroup is list], thirds, **shallow)
     found["together"] = [worst(expected, seen), agree(ours)]
 
-    rehearsal, mixed = ft.dry_run.Rehearsal(seconds=1), [*mine[:4], concatenate(mine[: 1 + 2 * rank])]
+    rehearsal, mixed = ft.proof.Rehearsal(seconds=1), [*mine[:4], concatenate(mine[: 1 + 2 * rank])]
     plain, expected, *_ = seeded([ft.MicroBatching(2)], mixed, **dropout)
     ours, seen, *_ = seeded([ft.MicroBatching(2), rehearsal], mixed, **dropout)
     found["rehearsed"] = worst(expected, seen)
     found["rehearsal"] = rehearsal.report.lines
     try:
-        seeded([Drifts(), ft.dry_run.Rehearsal(seconds=1)], mine, **shallow)
-    except ft.dry_run.RehearsalError as error:
+        seeded([Drifts(), ft.proof.Rehearsal(seconds=1)], mine, **shallow)
+    except ft.proof.RehearsalError as error:
         found["drifts"] = str(error)
 
     fabric = L.Fabric(
@@ -200,12 +200,12 @@ def main(path):
 
     net = TinyLM()
     one_sample = {name: value[:1] for name, value in RANK0[0].items()}
-    found["rule"] = str(ft.data.find_count(net.loss, (one_sample, RANK1[0])[rank]))
+    found["rule"] = str(ft.micro_batching.find_count(net.loss, (one_sample, RANK1[0])[rank]))
 
     def count(batch):  # a function that cannot be sent to other ranks
         return (batch["labels"] != -100).sum()
 
-    found["own count"] = ft.data.find_count(net.loss, (one_sample, RANK1[0])[rank], count=count) is count
+    found["own count"] = ft.micro_batching.find_count(net.loss, (one_sample, RANK1[0])[rank], count=count) is count
 
     rank_zero_has_one = [one_sample, *RANK0[1:3]] if rank == 0 else RANK1[:3]
     plain, expected, *_ = run([], rank_zero_has_one)
@@ -217,7 +217,7 @@ def main(path):
         return torch.nn.functional.cross_entropy(z @ z.T, torch.arange(len(z)))
 
     try:
-        ft.data.find_count(in_batch, (one_sample, RANK1[0])[rank])
+        ft.micro_batching.find_count(in_batch, (one_sample, RANK1[0])[rank])
     except ValueError as error:
         found["refused"] = str(error)
 
@@ -230,7 +230,7 @@ def main(path):
     found["summed window"] = worst(reference(windows, Summed), seen)
 
     for batches in (1, 2):
-        noise = ft.run.GradientNoiseScale(every_n_steps=1, decay=0.0)
+        noise = ft.profiling.GradientNoiseScale(every_n_steps=1, decay=0.0)
         run([noise], mine[:batches], accumulate_grad_batches=batches)
         found[f"noise of {batches}"] = [noise.state_dict(), noise_of([*RANK0[:batches], *RANK1[:batches]])]
 

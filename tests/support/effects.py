@@ -17,8 +17,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_fasttrain.core.messages import say_once
-from lightning_fasttrain.data import TrimPadding
-from lightning_fasttrain.data.loaders.even_epochs import EvenLoader
+from lightning_fasttrain.loaders.even_epochs import EvenLoader
+from lightning_fasttrain.micro_batching import TrimPadding
 from tests.support.nets import TinyLM, as_loader, fit, heard, largest_difference, lm_batches, trainer, weights
 from tests.support.padded_reader import LENGTHS, Reader, padded
 
@@ -235,13 +235,13 @@ def the_lower_blocks_wait(kind: Kind) -> None:
     assert not any(name.startswith(("blocks.0", "blocks.1")) for name in moved)
 
 
-def the_trunk_runs_once_for_each_sample(kind: Kind) -> None:
+def the_backbone_runs_once_for_each_sample(kind: Kind) -> None:
     rows, net = [], TinyLM()
     net.embed.requires_grad_(False)
-    net.trunk = torch.nn.Sequential(net.embed)
-    net.forward = lambda ids, kept=None: net.head(net.blocks[0](net.trunk(ids))[0])
+    net.backbone = torch.nn.Sequential(net.embed)
+    net.forward = lambda ids, kept=None: net.head(net.blocks[0](net.backbone(ids))[0])
     net.embed.register_forward_hook(lambda layer, inputs, output: rows.append(len(output)))
-    fit(net, BATCHES, [kind("trunk")], max_epochs=3)
+    fit(net, BATCHES, [kind("backbone")], max_epochs=3)
     assert sum(rows[3:]) == 6 * (len(BATCHES) - 1)  # after three runs of the first batch, which is examined
 
 

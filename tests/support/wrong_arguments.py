@@ -22,16 +22,19 @@ from torch import nn
 
 ROOMS = (
     "architecture",
-    "data",
-    "dry_run",
+    "checkpoint",
     "estimate",
     "finetune",
+    "guards",
+    "loaders",
     "loss",
+    "memory",
+    "micro_batching",
     "model",
     "optim",
     "planner",
-    "predict",
-    "run",
+    "profiling",
+    "proof",
     "strategy",
     "technique",
 )
@@ -41,33 +44,33 @@ ZERO = {
     *("weight_decay", "dropout", "label_smoothing", "z_loss", "final", "by", "alpha", "activation_gib", "at", "over"),
     *("ignore_index", "lr", "decay", "feature_weight", "min_mib", "in_flight_mib", "host_bytes", "headroom", "stage"),
     *("momentum", "eps", "prefetch", "persistence", "reuse", "reduce_bucket", "sub_group", "parent_rank", "amount"),
-    *("balance", "dry_run.Rehearsal.seconds"),
+    *("balance", "proof.Rehearsal.seconds"),
     "estimate.palm_flops_per_token.layers",
 }
 NEGATIVE = {"z_loss", "ignore_index", "pad_id"}
 # Calls of what is shown by no example of its own.
 CALLS = {
-    "data.Length": "Length(3, 'steps')",
-    "data.check_padding_free": "check_padding_free(print, {})",
+    "loaders.Length": "Length(3, 'steps')",
+    "micro_batching.check_padding_free": "check_padding_free(print, {})",
     "finetune.adapter_names": "adapter_names(nn.Linear(1, 1))",
     "finetune.count_parameters": "count_parameters(nn.Linear(1, 1))",
     "finetune.enable_adapters_": "enable_adapters_(nn.Linear(1, 1))",
-    "run.set_random_state": "set_random_state(random_state())",
-    "run.verify_checkpoint": "verify_checkpoint('last.ckpt')",
+    "checkpoint.set_random_state": "set_random_state(random_state())",
+    "checkpoint.verify_checkpoint": "verify_checkpoint('last.ckpt')",
     "technique.check_together": "check_together([])",
     "technique.Conflict": "Conflict(int, 'it counts', 'Use float')",
     "technique.Setting": "Setting('parts', '4')",
 }
 # Classes that the package makes for its users: reports, and what functions return. The first is for other checks.
 MADE_HERE = {
-    "data.read_length",
-    *("data.Normalizers", "data.PackedDocuments", "dry_run.Distance", "dry_run.RehearsalReport"),
-    *("dry_run.Verification", "dry_run.Verified", "finetune.ByteAccount", "finetune.MergeReport"),
+    "loaders.read_length",
+    *("micro_batching.Normalizers", "micro_batching.PackedDocuments", "proof.Distance", "proof.RehearsalReport"),
+    *("proof.Verification", "proof.Verified", "finetune.ByteAccount", "finetune.MergeReport"),
     *("finetune.QuantizedReport", "loss.DeferredLogits", "model.AttentionChoice", "model.BlockPlan"),
     "model.CheckpointPlan",
     *("model.CompileReport", "model.LowPrecisionReport", "optim.Schedule", "planner.Choice", "planner.Plan"),
-    *("planner.Tried", "planner.Unused", "planner.UnusedReport", "predict.MemoryReport", "run.MemoryRecord"),
-    *("run.ResumableLoader", "strategy.Consolidated"),
+    *("planner.Tried", "planner.Unused", "planner.UnusedReport", "memory.MemoryReport", "profiling.MemoryRecord"),
+    *("checkpoint.ResumableLoader", "strategy.Consolidated"),
     *(
         "strategy.StrategyChoice",
         "strategy.Traffic",

@@ -65,7 +65,7 @@ def test_the_summary_lists_techniques_in_the_order_in_which_they_change_the_mode
 
 
 @pytest.mark.parametrize(
-    "predicts", [lambda: ft.dry_run.Rehearsal(seconds=1), ft.AutoBatchSize], ids=["rehearsal", "auto"]
+    "predicts", [lambda: ft.proof.Rehearsal(seconds=1), ft.AutoBatchSize], ids=["rehearsal", "auto"]
 )
 def test_a_predicted_peak_is_shown_beside_the_free_memory(predicts):
     callback, meter = predicts(), ft.MemoryMeter()

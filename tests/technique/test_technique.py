@@ -56,7 +56,7 @@ MISTAKES = {
         lambda: ft.ActivationCheckpointing(every=2)
     ),
     "MemoryTimeline: missing a required argument: 'folder'. Its arguments are folder, ": (
-        lambda: ft.run.MemoryTimeline()
+        lambda: ft.profiling.MemoryTimeline()
     ),
     "expected a list, got one technique. Use [MicroBatching(n=2)]": lambda: fit(ListsNone(), lm_batches(1)),
 }
@@ -537,7 +537,7 @@ def test_a_module_that_brings_techniques_is_copied_saved_and_compiled_as_without
         (lambda: ft.DevicePrefetch(), "DevicePrefetch()"),
         (lambda: ft.loss.Distillation(nn.Linear(1, 1)), "Distillation(teacher=Linear)"),
         (lambda: copy.deepcopy(ft.MicroBatching("auto")), "MicroBatching(n='auto')"),
-        (lambda: pickle.loads(pickle.dumps(ft.run.HangWatch(timeout_s=300))), "HangWatch(timeout_s=300)"),
+        (lambda: pickle.loads(pickle.dumps(ft.guards.HangWatch(timeout_s=300))), "HangWatch(timeout_s=300)"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

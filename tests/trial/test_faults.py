@@ -19,7 +19,7 @@ TECHNIQUES = {
     "MicroBatching": lambda: [ft.MicroBatching(3)],
     "MicroBatching of blocks": lambda: [ft.MicroBatching(3, through="blocks.*")],
     "micro-batches in a window": lambda: [ft.TokenWeightedAccumulation(1), ft.MicroBatching(2)],
-    "PaddingFree": lambda: [ft.data.PaddingFree()],
+    "PaddingFree": lambda: [ft.micro_batching.PaddingFree()],
     "TiledMLP": lambda: [ft.model.TiledMLP(tokens=4)],
     "CompileBlocks": lambda: [ft.CompileBlocks(backend="eager")],
     "AttentionBackend": lambda: [ft.model.AttentionBackend("math")],
@@ -31,7 +31,7 @@ TECHNIQUES = {
     "MicroBatching, out of memory": lambda: [ft.MicroBatching("auto")],
     "Auto": lambda: [ft.Auto(memory_gib=4)],
     "Doctor": lambda: [ft.Doctor(steps=6, warmup=1, show=False)],
-    "Rehearsal": lambda: [ft.dry_run.Rehearsal()],
+    "Rehearsal": lambda: [ft.proof.Rehearsal()],
 }
 STATE = {  # what the step changes → the name that a refusal gives
     faults.Counter: "'count'",
@@ -124,7 +124,7 @@ def test_the_run_is_the_plain_one_or_refused_by_its_cause(fault, tmp_path):
         (tmp_path / "fasttrain_plan.json").unlink(missing_ok=True)
         try:
             apart = largest_difference(plain, run(fault, make(), 3 if name.endswith("memory") else None))
-        except (ValueError, TypeError, RuntimeError, ft.dry_run.RehearsalError) as error:
+        except (ValueError, TypeError, RuntimeError, ft.proof.RehearsalError) as error:
             cause, said = REFUSED.get((name, fault)), "\n".join([str(error), *getattr(error, "__notes__", ())])
             outcomes[name] = "" if cause and re.search(cause, said) else f"refused: {said}"
             continue
@@ -137,7 +137,7 @@ def test_the_run_is_the_plain_one_or_refused_by_its_cause(fault, tmp_path):
 
 @pytest.mark.parametrize("name", TECHNIQUES)
 def test_an_error_of_the_step_is_shown_as_it_is(name):
-    with pytest.raises((KeyError, ft.dry_run.RehearsalError), match="attention_mask"):
+    with pytest.raises((KeyError, ft.proof.RehearsalError), match="attention_mask"):
         run(Fails, TECHNIQUES[name]())
 
 
@@ -156,7 +156,7 @@ def check_documents(module, batch):
     places = torch.arange(faults.LENGTH).expand(faults.ROWS, -1) % 4
     packed = {"input_ids": batch["ids"], "position_ids": places, **batch}
     with pytest.raises(ValueError, match="documents of a packed row see one another"):
-        ft.data.check_documents(lambda b: module.training_step({**b, "ids": b["input_ids"]}, 0), packed)
+        ft.micro_batching.check_documents(lambda b: module.training_step({**b, "ids": b["input_ids"]}, 0), packed)
 
 
 TOOLS = {
@@ -165,8 +165,8 @@ TOOLS = {
     "estimate_training": lambda module, batch: ft.estimate.estimate_training(module, batch, 1000.0),
     "count_step_flops": ft.estimate.count_step_flops,
     "verify": lambda module, batch: ft.verify(module, batch, [ft.ActivationCheckpointing()]),
-    "find_count": lambda module, batch: ft.data.find_count(step_of(module), batch),
-    "check_padding_free": lambda module, batch: ft.data.check_padding_free(step_of(module), batch),
+    "find_count": lambda module, batch: ft.micro_batching.find_count(step_of(module), batch),
+    "check_padding_free": lambda module, batch: ft.micro_batching.check_padding_free(step_of(module), batch),
     "check_documents": check_documents,
     "find_residual_form": try_block,
 }

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.data import read_normalizers
+from lightning_fasttrain.micro_batching import read_normalizers
 
 KEPT = 2  # entries of the mask in the first row of a batch; one in all others
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_fasttrain.core.machine import Neighbours
-from lightning_fasttrain.dry_run.verification.short_run import PeakObserver
+from lightning_fasttrain.proof.verification.short_run import PeakObserver
 
 MIB = 2**20
 # Wall clock, and the clock that programs are compared by, in seconds; on a GPU both are the same event.

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_fasttrain import data, optim
+from lightning_fasttrain import loaders, micro_batching, optim
 from lightning_fasttrain.bench.gpt import GPTConfig, GPTModule
 from lightning_fasttrain.bench.ladder.recorder import Recorder
 from lightning_fasttrain.bench.ladder.results import State
@@ -74,11 +74,16 @@ def run_in_a_bare_loop(module: GPTModule, loader: Iterable[object], state: State
     """
     callbacks = callbacks_of(state)
     kinds = set(map(type, callbacks))
-    parts = max([callback.n for callback in callbacks if isinstance(callback, data.MicroBatching)], default=1)
+    parts = max([callback.n for callback in callbacks if isinstance(callback, micro_batching.MicroBatching)], default=1)
     device = recorder.device
     bf16 = state["trainer"].get("precision") == "bf16-mixed"
     surgeons = [c for c in callbacks if isinstance(c, Technique) and type(c).apply is not Technique.apply]
-    known = {data.MicroBatching, data.DevicePrefetch, optim.EagerGradientRelease, optim.OptimizerInBackward}
+    known = {
+        micro_batching.MicroBatching,
+        loaders.DevicePrefetch,
+        optim.EagerGradientRelease,
+        optim.OptimizerInBackward,
+    }
     unknown = sorted(kind.__name__ for kind in kinds - known - set(map(type, surgeons)))
     if unknown:
         what, way_out = f"{', '.join(unknown)} in a bare loop", "Add it to run_in_a_bare_loop"
@@ -89,8 +94,8 @@ def run_in_a_bare_loop(module: GPTModule, loader: Iterable[object], state: State
         if optim.OptimizerInBackward in kinds:
             optim.optimize_in_backward_(optimizer)
         batches = loader
-        if data.DevicePrefetch in kinds:
-            batches = data.prefetch_to_device(loader, device)
+        if loaders.DevicePrefetch in kinds:
+            batches = loaders.prefetch_to_device(loader, device)
 
         def loss_of(batch: Any) -> Tensor:
             with torch.autocast(device.type, torch.bfloat16, enabled=bf16, cache_enabled=False):  # as in the Trainer
@@ -99,7 +104,7 @@ def run_in_a_bare_loop(module: GPTModule, loader: Iterable[object], state: State
         for step, batch in enumerate(batches):
             batch = [part.to(device, non_blocking=True) for part in batch]
             recorder.begin(step, module, optimizer, batch)
-            loss = data.accumulate_gradients(loss_of, batch, parts)
+            loss = micro_batching.accumulate_gradients(loss_of, batch, parts)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             if not recorder.end(step, loss):

@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from lightning_fasttrain.cli.rehearsal.rehearse_kills import BATCH, ORDERS, SAVE, UPDATE
 from lightning_fasttrain.cli.rehearsal.run_script import end_process
 from lightning_fasttrain.core.host.lightning import accumulation_continues
-from lightning_fasttrain.dry_run.rehearsal.nested_trainer import find_unrehearsable
-from lightning_fasttrain.dry_run.rehearsal.state_record import record_state
-from lightning_fasttrain.dry_run.verification.digest import Digest
+from lightning_fasttrain.proof.rehearsal.nested_trainer import find_unrehearsable
+from lightning_fasttrain.proof.rehearsal.state_record import record_state
+from lightning_fasttrain.proof.verification.digest import Digest
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def fingerprint(value: object) -> str:
 
     Example:
         >>> import torch
-        >>> from lightning_fasttrain.dry_run.verification.digest import take_digest
+        >>> from lightning_fasttrain.proof.verification.digest import take_digest
         >>> one, other = torch.tensor([1.0]), torch.tensor([1.0 + 2**-23])
         >>> fingerprint(1.5), fingerprint(take_digest(one)) == fingerprint(take_digest(other))
         ('1.5', False)

@@ -10,11 +10,11 @@ import lightning as L
 from lightning_fasttrain.cli.rehearsal.run_script import RESULT, SECONDS, VERIFY, end_process
 from lightning_fasttrain.cli.subject import techniques_named
 from lightning_fasttrain.core.files.atomic_write import write_atomic
-from lightning_fasttrain.dry_run.rehearsal.context import read_batches
-from lightning_fasttrain.dry_run.rehearsal.nested_trainer import leaving_no_trace
-from lightning_fasttrain.dry_run.rehearsal.rehearsal import Rehearsal, Rehearsing, is_rehearsing
-from lightning_fasttrain.dry_run.rehearsal.rehearsal_report import RehearsalError
-from lightning_fasttrain.dry_run.rehearsal.stages import verify_run
+from lightning_fasttrain.proof.rehearsal.context import read_batches
+from lightning_fasttrain.proof.rehearsal.nested_trainer import leaving_no_trace
+from lightning_fasttrain.proof.rehearsal.rehearsal import Rehearsal, Rehearsing, is_rehearsing
+from lightning_fasttrain.proof.rehearsal.rehearsal_report import RehearsalError
+from lightning_fasttrain.proof.rehearsal.stages import verify_run
 
 
 def make_callbacks() -> list[L.Callback]:

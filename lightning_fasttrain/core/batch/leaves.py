@@ -17,7 +17,7 @@ from lightning_fasttrain.core.messages import explain
 
 
 def batch_size(batch: object) -> int:
-    """Return the number of samples in ``batch``, by the rule of :func:`~lightning_fasttrain.data.split_batch`.
+    """Return the number of samples of a batch, by the rule of :func:`~lightning_fasttrain.micro_batching.split_batch`.
 
     Raises:
         ValueError: there is no tensor with a batch axis, it is 0, or two tensors disagree.
@@ -53,7 +53,7 @@ def batch_size(batch: object) -> int:
 
 
 def can_be_cut(batch: object) -> bool:
-    """Whether a batch can be split into samples, by the rule of :func:`~lightning_fasttrain.data.split_batch`."""
+    """Return whether :func:`~lightning_fasttrain.micro_batching.split_batch` can split a batch into samples."""
     try:
         return batch_size(batch) > 0
     except ValueError:

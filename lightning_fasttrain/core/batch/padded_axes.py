@@ -287,7 +287,7 @@ def propose_padding(
     labels end or begin with -100. What is right can only be told by running the model.
 
     Args:
-        batch: any batch that :func:`~lightning_fasttrain.data.split_batch` takes.
+        batch: any batch that :func:`~lightning_fasttrain.micro_batching.split_batch` takes.
         lengths: the tensor that shows the padding, by the end of its path in the batch, or a function that maps a batch
             to the lengths of its rows. By default all tensors are considered.
         zeros: whether floating-point tensors that begin or end with zeros are considered, too, as for audio.

@@ -1,5 +1,4 @@
-"""Files: written atomically, read without trust, and the choice of the newest checkpoint.
+"""Files: written atomically, and read without trust.
 
-From the bottom up: ``atomic_write``, ``safe_load``, ``checkpoint_folder``, ``remote_checkpoint``,
-``newest_checkpoint``, ``background_save``.
+From the bottom up: ``atomic_write``, ``safe_load``.
 """

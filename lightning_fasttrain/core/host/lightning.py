@@ -1,7 +1,7 @@
 """The door to what Lightning keeps to itself, so that upgrading Lightning means reading one file.
 
-Resuming has its own: positions in loops in ``run/checkpoint/resume_state.py``, logged metrics in
-``run/checkpoint/resume_state.py``. What subclasses of its strategies override is in ``strategy/``, and what
+Resuming has its own: positions in loops in ``checkpoint/resume_state.py``, logged metrics in
+``checkpoint/resume_state.py``. What subclasses of its strategies override is in ``strategy/``, and what
 is read of torchmetrics in ``core/state/restore.py``. All private names are listed in ``tests/test_host.py``, which
 fails when Lightning lacks one, or when another file uses one.
 """

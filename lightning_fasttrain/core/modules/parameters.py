@@ -37,6 +37,13 @@ def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
+def values_of(tensor: Tensor) -> Tensor:
+    """Return the values of a sparse tensor, as of an embedding's gradient, since torch has no norm for these."""
+    if tensor.is_sparse:
+        return tensor.coalesce().values()
+    return tensor
+
+
 def names_of_parameters(model: nn.Module) -> dict[Tensor, str]:
     """Map each parameter to its name, the first one if it is tied."""
     return {parameter: name for name, parameter in model.named_parameters()}

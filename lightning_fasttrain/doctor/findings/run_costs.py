@@ -69,7 +69,7 @@ def _find_collections(watch: Watch, measured: Measured) -> Iterator[Finding]:
         times, each = number_of(len(seconds), "full garbage collection"), format_ms(1e3 * sum(seconds) / len(seconds))
         what = f"{times} of Python in {watch.counted} steps, of {each} ms each"
         line = find_only_call("collect", of="gc")
-        cure = "run.GarbageCollection(); in a loop, run.freeze_survivors() before it"
+        cure = "guards.GarbageCollection(); in a loop, guards.freeze_survivors() before it"
         if line is not None:
             cure = "Remove it, or do it once an epoch: what nothing refers to is freed without it"
         yield Finding("garbage_collection", what, cure, _EXACT, line, cost)

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning_fasttrain.core.modules.wrapped_forward import patch
 from lightning_fasttrain.doctor.observation.torch_seams import TorchSeams
 from lightning_fasttrain.doctor.observation.watch import HostFacts, Watch
-from lightning_fasttrain.run.profiling.step_meter import PhaseAction, StepProfiler
+from lightning_fasttrain.profiling.step_meter import PhaseAction, StepProfiler
 
 _HOOKS_OF_A_STEP = ("on_train_batch_start", "on_train_batch_end", "on_before_optimizer_step")
 

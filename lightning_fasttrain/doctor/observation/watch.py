@@ -28,9 +28,9 @@ from lightning_fasttrain.doctor.observation.operator_trials import OperatorTrial
 from lightning_fasttrain.doctor.observation.operator_watch import OperatorWatch
 from lightning_fasttrain.doctor.observation.source_lines import SourceLine
 from lightning_fasttrain.doctor.observation.update_record import UpdateRecord
-from lightning_fasttrain.run.profiling.memory_record import MemoryRecord
-from lightning_fasttrain.run.profiling.memory_recording import MemoryRecording
-from lightning_fasttrain.run.profiling.step_timer import PHASES, StepTimer
+from lightning_fasttrain.profiling.memory_record import MemoryRecord
+from lightning_fasttrain.profiling.memory_recording import MemoryRecording
+from lightning_fasttrain.profiling.step_timer import PHASES, StepTimer
 
 LOOP_PHASES = (*PHASES[:-1], "callbacks", PHASES[-1])
 StepCount = Annotated[int, Bounds(6)]

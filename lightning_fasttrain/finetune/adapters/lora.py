@@ -10,8 +10,8 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_fasttrain.checkpoint.newest_checkpoint import guard_loading
 from lightning_fasttrain.core.checks import PositiveInt, one_of
-from lightning_fasttrain.core.files.newest_checkpoint import guard_loading
 from lightning_fasttrain.core.host.lightning import replicates
 from lightning_fasttrain.core.messages import explain, list_some, note_once, number_of, warn
 from lightning_fasttrain.core.modules.select import as_list, find_tuners

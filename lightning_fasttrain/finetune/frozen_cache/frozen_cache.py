@@ -106,7 +106,7 @@ class FrozenCache(Technique):
     surgery: ClassVar[Surgery | None] = Surgery.UNPAD
     effect: ClassVar[str] = "outputs of a frozen part are computed once for each sample, and read in later epochs"
     when: ClassVar[str] = (
-        "a frozen encoder or trunk takes much of the step, and the same samples come in several epochs; not with "
+        "a frozen encoder or backbone takes much of the step, and the same samples come in several epochs; not with "
         "random augmentation before it"
     )
     in_a_loop: ClassVar[str] = "finetune.cache_frozen_(model, part)"

@@ -9,10 +9,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_fasttrain.core.checks import check_arguments
-from lightning_fasttrain.dry_run.verification.short_run import quietly
+from lightning_fasttrain.memory.fake_step import Factory, fake_model
+from lightning_fasttrain.memory.predict_memory import Loss
 from lightning_fasttrain.planner.advice.why_not import TrainingSetup, find_setup
-from lightning_fasttrain.predict.fake_step import Factory, fake_model
-from lightning_fasttrain.predict.predict_memory import Loss
+from lightning_fasttrain.proof.verification.short_run import quietly
 from lightning_fasttrain.technique import Technique
 from lightning_fasttrain.technique.declarations import PredictedStep
 from lightning_fasttrain.technique.explanation import Explanation, explain_model, explain_run, padding_of

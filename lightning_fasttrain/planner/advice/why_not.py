@@ -19,14 +19,14 @@ from lightning_fasttrain.core.host.lightning import list_callbacks
 from lightning_fasttrain.core.messages import Report, explain, format_bytes, titled_table
 from lightning_fasttrain.core.modules.parameters import count_parameters
 from lightning_fasttrain.core.modules.wrapped_forward import first_line
-from lightning_fasttrain.data import MicroBatching
-from lightning_fasttrain.dry_run.verification.short_run import quietly
+from lightning_fasttrain.memory.fake_step import Factory, fake_model
+from lightning_fasttrain.memory.memory_report import MemoryReport
+from lightning_fasttrain.memory.predict_memory import PRECISIONS, Loss, predict_memory
+from lightning_fasttrain.micro_batching import MicroBatching
 from lightning_fasttrain.model import LowPrecisionProducts
 from lightning_fasttrain.model.kernels.low_precision_products import usual_kind
 from lightning_fasttrain.planner.catalogue import known_techniques
-from lightning_fasttrain.predict.fake_step import Factory, fake_model
-from lightning_fasttrain.predict.memory_report import MemoryReport
-from lightning_fasttrain.predict.predict_memory import PRECISIONS, Loss, predict_memory
+from lightning_fasttrain.proof.verification.short_run import quietly
 from lightning_fasttrain.technique import Technique, check_together
 from lightning_fasttrain.technique.declarations import (
     Facts,

@@ -20,13 +20,13 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
 
+from lightning_fasttrain.checkpoint.atomic_checkpoints import probe_folders
 from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.host.lightning import accumulation_continues, move_optimizers, note_device
 from lightning_fasttrain.core.messages import explain, warn
 from lightning_fasttrain.core.modules.blocks import Blocks
 from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.core.modules.select import has_parameters
-from lightning_fasttrain.run.checkpoint.atomic_checkpoints import probe_folders
 from lightning_fasttrain.strategy.fsdp2.broadcast_weights import share_buffers_
 from lightning_fasttrain.strategy.fsdp2.shard_blocks import check_sharded, reshard_, without_gradient_reduction
 from lightning_fasttrain.strategy.fsdp2.sharded_optimizer import named_state

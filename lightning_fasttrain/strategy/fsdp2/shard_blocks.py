@@ -24,7 +24,7 @@ from lightning_fasttrain.core.messages import explain, list_some, note_once
 from lightning_fasttrain.core.modules.blocks import Blocks, find_blocks
 from lightning_fasttrain.core.modules.parameters import bytes_of, count_uses, parameters_of
 from lightning_fasttrain.core.modules.select import has_parameters, modules_inside
-from lightning_fasttrain.predict.predict_memory import PRECISIONS
+from lightning_fasttrain.memory.predict_memory import PRECISIONS
 from lightning_fasttrain.strategy.fsdp2.packed_weights import (
     is_opaque,
     keep_packed_,

@@ -30,12 +30,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.optim import Optimizer
 
+from lightning_fasttrain.checkpoint.checkpoint_folder import checkpoint_folder, verify_checkpoint
+from lightning_fasttrain.checkpoint.newest_checkpoint import KEY, step_in
+from lightning_fasttrain.checkpoint.remote_checkpoint import remote_folder
 from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.distributed import agree_on_all_ranks
 from lightning_fasttrain.core.files.atomic_write import write_atomic
-from lightning_fasttrain.core.files.checkpoint_folder import checkpoint_folder, verify_checkpoint
-from lightning_fasttrain.core.files.newest_checkpoint import KEY, step_in
-from lightning_fasttrain.core.files.remote_checkpoint import remote_folder
 from lightning_fasttrain.core.files.safe_load import (
     MOST_AXES,
     CorruptCheckpoint,
@@ -258,7 +258,8 @@ def load_sharded_(
     """Load a checkpoint of :func:`save_sharded` on any number of ranks; a collective. Each rank reads its shards.
 
     Args:
-        folder: a complete checkpoint; the caller verifies it with :func:`~lightning_fasttrain.run.verify_checkpoint`.
+        folder: a complete checkpoint; the caller verifies it with
+            :func:`~lightning_fasttrain.checkpoint.verify_checkpoint`.
         model: the model, sharded on any mesh, or unsharded.
         optimizers: the optimizers, by the names they were saved under. One that was not saved is not changed.
         strict: whether names must match.

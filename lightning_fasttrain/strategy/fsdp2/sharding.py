@@ -14,11 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.optim import Optimizer
 
+from lightning_fasttrain.checkpoint.background_save import BackgroundSave
+from lightning_fasttrain.checkpoint.newest_checkpoint import KEY, mark_of, step_in, whole_or_older
+from lightning_fasttrain.checkpoint.remote_checkpoint import fetched_on_each_node
 from lightning_fasttrain.core.checks import one_of, positive_int
 from lightning_fasttrain.core.distributed import from_rank_zero
-from lightning_fasttrain.core.files.background_save import BackgroundSave
-from lightning_fasttrain.core.files.newest_checkpoint import KEY, mark_of, step_in, whole_or_older
-from lightning_fasttrain.core.files.remote_checkpoint import fetched_on_each_node
 from lightning_fasttrain.core.files.safe_load import is_object_storage, local_path
 from lightning_fasttrain.core.host.late_parameters import refuse_earlier_shards
 from lightning_fasttrain.core.messages import explain

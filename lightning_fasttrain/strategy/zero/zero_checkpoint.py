@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from lightning_fasttrain.core.distributed import agree_on_all_ranks, from_first_of_node, from_rank_zero
-from lightning_fasttrain.core.files.checkpoint_folder import (
+from lightning_fasttrain.checkpoint.checkpoint_folder import (
     MANIFEST,
     checkpoint_folder,
     read_manifest,
     scratch_folder,
 )
-from lightning_fasttrain.core.files.newest_checkpoint import mark_of, whole_or_older
-from lightning_fasttrain.core.files.remote_checkpoint import fetched_on_each_node, remote_folder
+from lightning_fasttrain.checkpoint.newest_checkpoint import mark_of, whole_or_older
+from lightning_fasttrain.checkpoint.remote_checkpoint import fetched_on_each_node, remote_folder
+from lightning_fasttrain.core.distributed import agree_on_all_ranks, from_first_of_node, from_rank_zero
 from lightning_fasttrain.core.files.safe_load import is_object_storage, local_path, refuse_unreadable
 from lightning_fasttrain.core.messages import explain, warn
 from lightning_fasttrain.core.modules.wrapped_forward import patched

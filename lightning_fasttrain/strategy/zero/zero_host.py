@@ -24,7 +24,7 @@ from lightning_fasttrain.core.host.late_parameters import refuse_earlier_shards
 from lightning_fasttrain.core.messages import explain, say, wide_enough
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.core.state.select_entries import only
-from lightning_fasttrain.predict.one_rank import RankStates
+from lightning_fasttrain.memory.one_rank import RankStates
 from lightning_fasttrain.strategy.memory_limits import (
     Fit,
     Limits,

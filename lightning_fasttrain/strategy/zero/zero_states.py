@@ -14,10 +14,10 @@ from lightning_fasttrain.core.checks import NonNegativeInt, PositiveInt, check_a
 from lightning_fasttrain.core.modules.parameters import bytes_of, count_uses
 from lightning_fasttrain.core.state.select_entries import without
 from lightning_fasttrain.finetune.quantized.quantized_layer import is_quantized, quantization_of
+from lightning_fasttrain.memory.fake_step import fake_module
+from lightning_fasttrain.memory.one_rank import RankStates
+from lightning_fasttrain.memory.predict_memory import PRECISIONS
 from lightning_fasttrain.optim.named.state_bytes import Group, groups_of, state_bytes
-from lightning_fasttrain.predict.fake_step import fake_module
-from lightning_fasttrain.predict.one_rank import RankStates
-from lightning_fasttrain.predict.predict_memory import PRECISIONS
 from lightning_fasttrain.strategy.shardable_optimizer import MakeOptimizer, make_optimizer, refuse_unshardable
 
 MASTER = 4  # bytes per element of the float32 master weights that the optimizer updates

@@ -1,0 +1,192 @@
+"""End epochs after the same number of batches on all ranks."""
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any, ClassVar
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from torch.utils.data import IterableDataset
+
+from lightning_fasttrain.core.checks import check_arguments
+from lightning_fasttrain.core.distributed import rank_count
+from lightning_fasttrain.core.host.loader_wrapper import find_innermost, wrap_training_loaders
+from lightning_fasttrain.core.messages import number_of, say
+from lightning_fasttrain.core.modules.wrapped_forward import Undo
+from lightning_fasttrain.loaders.device_prefetch import AheadLoader, StatefulAheadLoader, can_resume
+from lightning_fasttrain.technique import Technique
+from lightning_fasttrain.technique.declarations import Facts
+
+_END = object()
+
+
+@check_arguments
+def even_epochs(loader: Iterable[object]) -> "EvenLoader":
+    """Wrap a loader so that every pass ends on all ranks after as many batches as the shortest rank has.
+
+    Where all ranks know the length of their loaders they compare it once, here. Otherwise each rank fetches a batch
+    ahead and all exchange whether they have one: one byte on the CPU, over gloo, per batch. The exchange starts when a
+    batch is yielded and its result is read when the next is requested, so it overlaps with the step.
+
+    The remaining batches of the longer ranks are not trained on in this pass; with shuffling they differ from pass to
+    pass. With one process nothing is done. With several, all must call this, and all must advance to the same batch.
+
+    Args:
+        loader: a ``DataLoader`` or any other iterable. Its attributes are forwarded.
+
+    Returns:
+        The wrapped loader. ``left_out`` is the number of batches of this rank that the last pass left out, as far as it
+        is known without reading them; ``close()`` frees the process group.
+
+    Example:
+        >>> list(even_epochs([1, 2, 3]))
+        [1, 2, 3]
+
+    Source:
+        ``torch.distributed.algorithms.Join`` continues instead, with a collective that shadows each of the step's. It
+        must know all of them; it knows those of DDP, but not those of FSDP2, of metrics and of the user.
+    """
+    return StatefulEvenLoader(loader) if can_resume(loader) else EvenLoader(loader)
+
+
+class EvenLoader(AheadLoader):
+    """See :func:`even_epochs`."""
+
+    def __init__(self, inner: Iterable[Any]) -> None:
+        super().__init__(inner)
+        self._left_out = 0
+        self._group: dist.ProcessGroup | None = None
+        self._vote = torch.zeros(1, dtype=torch.int64)  # must outlive the group, whose thread uses it
+        self._work: dist.Work | None = None
+        self._length: int | None = None
+        self._alone = rank_count() == 1
+        if not self._alone:
+            self._group = dist.new_group(backend="gloo")  # a separate group, apart from the step's collectives
+            self._compare_lengths()
+
+    @property
+    def left_out(self) -> int:
+        """Number of this rank's batches that the last pass left out, as far as it is known without reading them."""
+        return self._left_out
+
+    def __len__(self) -> int:
+        if self._alone:
+            return len(self.inner)
+        if self._length is None:
+            raise TypeError("a rank does not know the length of its loader")
+        return self._length
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self.inner)  # now, as for the plain loader: it may draw random numbers
+        if self._alone:
+            return batches
+        if self._length is None:
+            return self._iterate_together(batches)
+        return islice(batches, self._length)
+
+    def close(self) -> None:
+        """Free the process group over which the ranks vote."""
+        if self._group is not None and dist.is_initialized():
+            self._wait()  # for the vote of an unfinished pass
+            dist.destroy_process_group(self._group)
+        self._group = None
+
+    def _compare_lengths(self) -> None:
+        mine = _length_of(self.inner)
+        shortest, longest = self._extremes(-1 if mine is None else mine)
+        if shortest < 0:
+            return
+        self._length, self._left_out = shortest, (mine or 0) - shortest
+        if longest > shortest:
+            most = f"up to {number_of(longest - shortest, 'batch', 'batches')} per rank are left out"
+            say("EvenEpochs: ranks have %d to %d batches; epochs end after %d, %s", shortest, longest, shortest, most)
+
+    def _extremes(self, number: int) -> tuple[int, int]:
+        # The minimum of the negated values is the maximum, so one call gives both.
+        both = torch.tensor([number, -number])
+        dist.all_reduce(both, dist.ReduceOp.MIN, group=self._group)
+        return int(both[0]), -int(both[1])
+
+    def _iterate_together(self, batches: Iterator[Any]) -> Iterator[Any]:
+        self._wait()  # for the vote of an unfinished pass
+        ahead = self._fetch(batches)
+        while self._wait():
+            batch, state = ahead
+            ahead = self._fetch(batches)
+            self._hand_out(state)
+            yield batch
+        self._left_out = int(ahead[0] is not _END)
+
+    def _fetch(self, batches: Iterator[Any]) -> tuple[Any, Any]:
+        """Fetch the next batch and the loader's state after it, and start the vote on whether all ranks have one."""
+        batch = next(batches, _END)
+        self._vote.fill_(batch is not _END)
+        self._work = dist.all_reduce(self._vote, dist.ReduceOp.MIN, group=self._group, async_op=True)
+        return batch, self._state_now()
+
+    def _wait(self) -> bool:
+        """Wait for the last vote and return whether all ranks had a batch."""
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait()
+        return bool(self._vote)
+
+
+class StatefulEvenLoader(StatefulAheadLoader, EvenLoader):
+    """An even loader over a loader that can resume."""
+
+
+def _length_of(loader: Any) -> int | None:
+    """Return the number of batches; None where the loader may be wrong about it."""
+    if isinstance(getattr(find_innermost(loader), "dataset", None), IterableDataset):
+        return None
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+class EvenEpochs(Technique):
+    """End epochs after the same number of batches on all ranks, those of the shortest rank.
+
+    Otherwise the rank with fewer batches ends its epoch early, and the others wait for its gradients until a timeout.
+    Acts where the strategy processes its training loaders. ``num_training_batches``, ``global_step`` and schedules are
+    then the same on all ranks. With :class:`~lightning_fasttrain.ExactResume` a run resumes exactly, but needs
+    ``strict=False``, since a checkpoint describes the data of the first rank.
+
+    Example:
+        >>> even = EvenEpochs()
+
+    Source:
+        See :func:`~lightning_fasttrain.loaders.even_epochs`.
+    """
+
+    effect: ClassVar[str] = "epochs end after the same number of batches on all ranks"
+    when: ClassVar[str] = "data is split over ranks by files or streams; not with a DistributedSampler, which is even"
+    in_a_loop: ClassVar[str] = "loaders.even_epochs(loader)"
+    predicted: ClassVar[bool] = True
+
+    @classmethod
+    def why_not(cls, facts: Facts) -> str | None:
+        if facts.devices == 1:
+            return "there is one device, which has all batches"
+        return None
+
+    def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
+        if trainer.state.fn != "fit":
+            return None
+        made: list[EvenLoader] = []
+
+        def wrap(loader: Any) -> EvenLoader:
+            made.append(even_epochs(loader))
+            return made[-1]
+
+        leave = wrap_training_loaders(trainer, wrap)
+
+        def undo() -> None:
+            leave()
+            while made and not trainer.interrupted:  # the other ranks may not take part
+                made.pop().close()
+
+        return undo

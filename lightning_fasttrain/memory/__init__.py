@@ -1,0 +1,22 @@
+"""Predict the memory and the FLOPs of a training step before anything is allocated.
+
+The step runs on tensors with shapes but without memory. Workspace of kernels is added where its size is known.
+
+From the bottom up: ``operators``, ``allocation_trace``, ``caching_allocator``, ``fake_step``, ``kernel_workspace``,
+``cuda``, ``memory_report``, ``sharded_model``, ``one_rank``, ``predict_memory``.
+"""
+
+from typing import TYPE_CHECKING
+
+from lightning_fasttrain.core.package import import_names_when_used
+
+import_names_when_used(__name__)
+if TYPE_CHECKING:
+    from lightning_fasttrain.memory.memory_report import MemoryReport
+    from lightning_fasttrain.memory.predict_memory import count_flops, predict_memory
+
+__all__ = [
+    "MemoryReport",
+    "count_flops",
+    "predict_memory",
+]

@@ -1,0 +1,478 @@
+"""Trace every allocation of a step on fake tensors: size, category, operation and lifetime."""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+from operator import itemgetter
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch.autograd.function import BackwardCFunction
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_iter
+
+from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.parameters import quantized_tensors
+from lightning_fasttrain.core.modules.wrapped_forward import patched
+from lightning_fasttrain.memory.operators.data_dependent_values import AssumedNumbers, is_sharded
+from lightning_fasttrain.memory.operators.sharded_lists import run_on_shards
+
+FOR_EVER = 2**62
+# References to a tensor and its storage that dispatch to Python holds, if the sum of gradients alone refers to them.
+_REFERENCES, _STORAGE_REFERENCES = 4, 2
+_DEVICE = torch.ops.prim.device.default
+
+_WAITS = {torch.ops._c10d_functional.wait_tensor.default}
+_RESIZE = torch.UntypedStorage.resize_
+
+Workspace = Callable[[Sequence[Any], Any], int]
+Kept = Callable[[Sequence[Any], Any], tuple[Tensor, int]]
+
+
+@dataclass
+class Allocation:
+    """Allocation of one storage.
+
+    Args:
+        nbytes: its size, as the device's allocator rounds it.
+        module: qualified name of the running module, or of the owner of a parameter; "" outside of all modules.
+        op: the operation that allocated it.
+        phase: ``"forward"``, ``"recomputation"``, ``"backward"`` or ``"optimizer step"``.
+        born: time of allocation, in events of the trace.
+        died: time at which it was freed.
+        known: its category, if it was set; see :meth:`category`.
+        period: index of the interval of forward or other work in which it was allocated.
+        outlived: whether it still existed when the next interval began.
+    """
+
+    nbytes: int
+    module: str
+    op: str
+    phase: str
+    born: int
+    period: int
+    died: int = FOR_EVER
+    known: str | None = None
+    outlived: bool = True
+
+    @property
+    def category(self) -> str:
+        """Activations are what a forward or recomputation keeps for the backward; everything else is temporary."""
+        if self.known is not None:
+            return self.known
+        if self.phase in ("forward", "recomputation") and self.outlived:
+            return "activations"
+        return "temporaries"
+
+
+class AllocationTrace(AssumedNumbers):
+    """Records every storage that operations allocate, and when the last tensor on it is freed.
+
+    Enter it inside a ``FakeTensorMode``, whose tensors have sizes and lifetimes but no memory.
+
+    Args:
+        granule: allocations are rounded up to a multiple of this many bytes.
+        workspace: operation → (arguments, result) → bytes of workspace that its kernel allocates, invisible to a
+            fake run.
+        kept: operation → (arguments, result) → the tensor in the result that is larger than in a fake run, and its
+            size in bytes.
+        assume: settings of :class:`AssumedNumbers`.
+
+    Attributes:
+        allocations: all allocations, in order of birth.
+
+    Source:
+        ``torch.distributed._tools.mem_tracker.MemTracker`` follows storages in the same way and keeps running sums;
+        here lifetimes are kept, so that categories and peaks can be computed at the end.
+    """
+
+    def __init__(
+        self,
+        granule: int = 1,
+        workspace: Mapping[Any, Workspace] | None = None,
+        kept: Mapping[Any, Kept] | None = None,
+        **assume: Any,
+    ) -> None:
+        super().__init__(**assume)
+        self.granule = granule
+        self.workspace, self.kept = workspace or {}, kept or {}
+        self.allocations: list[Allocation] = []
+        self.now = 0
+        self.phase = "forward"
+        self._alive: dict[int, tuple[weakref.ref[Any], Allocation]] = {}
+        self._period = 0
+        self._in_forward = True
+        self._inside: list[str] = []
+        self._module_of_node: dict[int, str] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_sharded(types):
+            # Where it is not implemented, the tensor's class calls operations on this rank's part, which are traced.
+            return run_on_shards(func, args, kwargs or {}, self.__torch_dispatch__)
+        # Autograd queries the device at every node, which allocates nothing.
+        if func is _DEVICE:
+            return args[0].device if type(args[0]) is FakeTensor else func(*args)
+        phase, module = self._phase(), self._module()
+        if self._in_forward != (phase in ("forward", "recomputation")):
+            self._in_forward, self._period = not self._in_forward, self._period + 1
+        # Autograd has just numbered the node that will run this operation's backward, if any.
+        if phase == "forward":
+            self._module_of_node.setdefault(torch.autograd._get_sequence_nr() - 1, module)
+        op = _name_operator(func)
+        if phase == "backward" and func is torch.ops.aten.add.Tensor and _sums_in_place(*args):
+            func = torch.ops.aten.add_.Tensor
+        # A fake one returns a new tensor, a real one its argument.
+        result = args[0] if func in _WAITS else self.answer(func, args, kwargs or {})
+        # In a backward, function modes would be asked for each attribute of a tensor.
+        with torch._C.DisableTorchFunction():
+            for tensor in (result,) if isinstance(result, Tensor) else tree_iter(result):
+                if isinstance(tensor, Tensor) and _has_storage(tensor):
+                    self._note(tensor, module, op, phase)
+            if func in self.kept:
+                tensor, nbytes = self.kept[func](args, result)
+                self._note(tensor, module, op, phase).nbytes = self._round_up(nbytes)
+            if func in self.workspace:
+                self._note_workspace(self.workspace[func](args, result), module, op, phase)
+        return result
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # a trace runs where nothing is compiled, and the guard against it takes 10 µs
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return run_cached(func, args, kwargs)
+
+    def _phase(self) -> str:
+        # The engine runs nodes without gradients, and checkpointing enables them to recompute a block.
+        if self.phase == "backward" and torch.is_grad_enabled() and _current_node() is not None:
+            return "recomputation"
+        return self.phase
+
+    def _module(self) -> str:
+        if self._inside:
+            return self._inside[-1]
+        # Hooks do not report modules in a backward, but the node identifies its forward operation.
+        node = _current_node()
+        if node is None:
+            return ""
+        return self._module_of_node.get(node._sequence_nr(), "")
+
+    def _note(self, tensor: Tensor, module: str, op: str, phase: str) -> Allocation:
+        storage = tensor.untyped_storage()
+        # The key identifies the memory, which all views share.
+        key = storage._cdata
+        if key in self._alive:
+            return self._alive[key][1]
+        if tensor.device.type != "cpu":
+            why = "a prediction runs on the CPU, whatever device it predicts"
+            way_out = "Create tensors on the device of the module (module.device, tensor.device)"
+            raise ValueError(explain(f"{op} in {module or 'the step'} made a tensor on {tensor.device}", why, way_out))
+        allocation = self._allocate(storage.nbytes(), module, op, phase)
+        self._alive[key] = (weakref.ref(storage, partial(self._forget, key)), allocation)
+        return allocation
+
+    def _resize(self, storage: torch.UntypedStorage, nbytes: int) -> Any:
+        """Resize a storage, as FSDP2 does to free gathered parameters and to gather them again."""
+        result = _RESIZE(storage, nbytes)
+        reference, before = self._alive.get(storage._cdata, (None, None))
+        if before is not None:
+            self._end(before)
+        allocation = self._allocate(nbytes, self._module(), "resize_", self._phase())
+        allocation.known = "parameters"
+        if reference is None:
+            reference = weakref.ref(storage, partial(self._forget, storage._cdata))
+        self._alive[storage._cdata] = (reference, allocation)
+        return result
+
+    def _note_workspace(self, nbytes: int, module: str, op: str, phase: str) -> None:
+        allocation = self._allocate(nbytes, module, f"{op} (workspace)", phase)
+        self.now += 1
+        allocation.died, allocation.outlived = self.now, False  # freed when its kernel ends
+
+    def _allocate(self, nbytes: int, module: str, op: str, phase: str) -> Allocation:
+        self.now += 1
+        self.allocations.append(Allocation(self._round_up(nbytes), module, op, phase, self.now, self._period))
+        return self.allocations[-1]
+
+    def _round_up(self, nbytes: int) -> int:
+        return -(-nbytes // self.granule) * self.granule
+
+    def _forget(self, key: int, _: weakref.ref[Any]) -> None:
+        self._end(self._alive.pop(key)[1])
+
+    def _end(self, allocation: Allocation) -> None:
+        self.now += 1
+        allocation.died, allocation.outlived = self.now, allocation.period != self._period
+
+    def mark(self, tensor: Tensor, category: str, module: str = "") -> None:
+        """Set the category of the storage of ``tensor``, or of this rank's part of it."""
+        if isinstance(tensor, DTensor):
+            tensor = tensor._local_tensor
+        if _has_storage(tensor):
+            allocation = self._note(tensor, module, "", self.phase)
+            allocation.known, allocation.module = category, module or allocation.module
+
+    def mark_all(self, batch: Any, category: str) -> Any:
+        """Set the category of every tensor in ``batch``, and return ``batch``."""
+
+        def mark(tensor: Tensor) -> Tensor:
+            self.mark(tensor, category)
+            return tensor
+
+        return apply_to_collection(batch, Tensor, mark)
+
+    def reserve(self, nbytes: int, op: str) -> None:
+        """Add an allocation of ``nbytes`` that belongs to no tensor and is never freed."""
+        self._allocate(nbytes, "", op, self.phase).known = "temporaries"
+
+    @contextmanager
+    def watch(self, model: nn.Module) -> Iterator[None]:
+        """Track the running module, and the gradients of ``model``."""
+        with ExitStack() as hooks:
+            hooks.enter_context(patched(torch.UntypedStorage, "resize_", lambda *args: self._resize(*args)))
+            for name, module in model.named_modules():
+                hooks.callback(module.register_forward_pre_hook(partial(self._enter, name)).remove)
+                # Always called: checkpointing ends a recomputation early with an exception inside of entered modules.
+                hooks.callback(module.register_forward_hook(self._leave, always_call=True).remove)
+            for name, parameter in model.named_parameters():
+                self.mark(parameter, "parameters", name)
+                if parameter.requires_grad:
+                    hook = partial(self._mark_gradient, name)
+                    hooks.callback(parameter.register_post_accumulate_grad_hook(hook).remove)
+            for name, tensor in (*model.named_buffers(), *quantized_tensors(model)):
+                self.mark(tensor, "parameters", name)
+            yield
+
+    def _enter(self, name: str, *_: object) -> None:
+        self._inside.append(name)
+
+    def _leave(self, *_: object) -> None:
+        self._inside.pop()
+
+    def _mark_gradient(self, name: str, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self.mark(parameter.grad, "gradients", name)
+
+
+def _sums_in_place(total: object, part: object, *_: object) -> bool:
+    """Whether autograd would add the gradient ``part`` of a tensor to ``total`` in place, if these were not fake.
+
+    It does so if nothing else refers to ``total``. Without sums in place, the peak of Mamba would be 8% too high; with
+    all of them in place, that of PEFT's LoRA in recomputed blocks 9% too low, as
+    ``test_the_peak_with_an_adapter_is_predicted_within_five_per_cent`` shows.
+
+    Source:
+        ``can_accumulate_inplace`` in torch's ``input_buffer.cpp``.
+    """
+    if not isinstance(part, Tensor) or part.shape != total.shape or isinstance(_current_node(), BackwardCFunction):
+        return False
+    storage = total.untyped_storage()
+    if total._use_count() > _REFERENCES or torch._C._storage_Use_Count(storage._cdata) > _STORAGE_REFERENCES:
+        return False
+    return total.dtype == part.dtype and total.nbytes == storage.nbytes()
+
+
+@cache
+def _name_operator(func: object) -> str:
+    return str(func.overloadpacket).removeprefix("aten.")
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    """Whether the tensor has a storage. Sparse tensors have none; their indices and values are seen when created."""
+    return tensor.layout is torch.strided and tensor.device.type != "meta"
+
+
+def _current_node() -> Any:
+    return torch._C._current_autograd_node()
+
+
+MOST_ENTRIES = 50_000
+_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+_CPU = torch.device("cpu")
+
+_Builder = Callable[[Sequence[FakeTensor]], Any]  # tensors among the arguments → result
+# Entries without a builder are operators that must run every time.
+_cache: dict[tuple[Any, ...] | None, _Builder | None] = {}
+
+
+def run_cached(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return ``func(*args, **kwargs)``, built from the cache if it was called with such arguments before.
+
+    The shapes, strides and dtypes of a result depend on those of the arguments. Not cached are operators that change
+    the shape of an argument, results other than tensors, and calls with other arguments than fake CPU tensors and plain
+    values.
+
+    Args:
+        func: the operator, called from a dispatch mode above the fake mode.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+
+    Source:
+        ``FakeTensorMode`` has a cache of its own, which spends most of its time on symbolic shapes; here are none.
+    """
+    # It allocates nothing, and would take as long as an operator on each parameter. Counts of steps have values.
+    if _writes_a_list(func) and not any(map(_has_value, args[0])):
+        return None
+    tensors: list[FakeTensor] = []
+    # In a backward, function modes would be asked for each attribute of a tensor.
+    with torch._C.DisableTorchFunction():
+        key = _describe_call(func, args, kwargs, tensors)
+        build = _cache.get(key)
+        if build is not None:
+            return build(tensors)
+    if key is None or not tensors or key in _cache:
+        return func(*args, **kwargs)
+    return _run_and_cache(func, args, kwargs, key, tensors)
+
+
+def _has_value(tensor: Tensor) -> bool:
+    return not isinstance(tensor, FakeTensor) or tensor.constant is not None
+
+
+@cache
+def _writes_a_list(func: Any) -> bool:
+    name = func.overloadpacket.__name__
+    return name.startswith("_foreach_") and name.endswith("_")
+
+
+def _describe_call(
+    func: object, args: Sequence[object], kwargs: Mapping[str, object], tensors: list[FakeTensor]
+) -> tuple[Any, ...] | None:
+    """Return what the result depends on and append the tensors to ``tensors``; None if it depends on more."""
+    if not _is_cacheable(func) or torch.is_inference_mode_enabled():
+        return None
+    key: list[Any] = [func, torch.get_default_dtype()]
+    by_type = _depends_on_types(func)
+    if not _describe_all(args, by_type, key, tensors):
+        return None
+    for name, value in kwargs.items():
+        key.append(name)
+        if not _describe_all((value,), by_type, key, tensors):
+            return None
+    return tuple(key)
+
+
+def _describe_all(values: Iterable[Any], by_type: bool, key: list[Any], tensors: list[FakeTensor]) -> bool:
+    """Append descriptions of ``values`` to ``key``; return whether all have one."""
+    for value in values:
+        kind = type(value)
+        if kind is FakeTensor:
+            # A constant is a tensor whose values are known.
+            if value.constant is not None or value.layout is not torch.strided or value.device.type != "cpu":
+                return False
+            key.append(_describe(value))
+            tensors.append(value)
+        elif kind is list or kind is tuple:
+            key.append((kind, len(value)))
+            if not _describe_all(value, by_type, key, tensors):
+                return False
+        elif kind is float and by_type:
+            key.append(float)
+        elif kind in _PLAIN:
+            key.append((kind, value))  # 1, 1.0 and True are equal
+        else:
+            return False
+    return True
+
+
+def _describe(tensor: Tensor) -> tuple[Any, ...]:
+    layout = (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
+    return (*layout, tensor.requires_grad, tensor.is_neg(), tensor.is_conj())
+
+
+_kinds: dict[Any, tuple[bool, bool]] = {}
+
+
+def _is_cacheable(func: object) -> bool:
+    """Whether ``func`` is an operator of PyTorch that does not change the shapes of its arguments."""
+    return _find_kind(func)[0]
+
+
+def _depends_on_types(func: object) -> bool:
+    """Whether only the types of floats matter, not their values, as for products with a learning rate."""
+    return _find_kind(func)[1]
+
+
+def _find_kind(func: object) -> tuple[bool, bool]:
+    if func not in _kinds:
+        is_operator = isinstance(func, torch._ops.OpOverload) and func.namespace == "aten"
+        cacheable = is_operator and torch.Tag.inplace_view not in func.tags
+        pointwise = cacheable and (torch.Tag.pointwise in func.tags or func.name().startswith("aten::_foreach_"))
+        _kinds[func] = cacheable, pointwise
+    return _kinds[func]
+
+
+def _run_and_cache(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], key: tuple[object, ...], tensors: list[FakeTensor]
+) -> Any:
+    before = list(map(_describe, tensors))
+    result = func(*args, **kwargs)
+    if len(_cache) >= MOST_ENTRIES:
+        _cache.clear()
+    with torch._C.DisableTorchFunction():
+        unchanged = before == list(map(_describe, tensors))
+        _cache[key] = _find_builder(result, tensors) if unchanged else None
+    return result
+
+
+def _find_builder(result: Any, tensors: Sequence[FakeTensor]) -> _Builder | None:
+    """Return a function that builds ``result`` from the arguments; None if that is not possible."""
+    kind = type(result)
+    if kind not in (list, tuple):
+        return _find_part_builder(result, tensors)
+    parts = [_find_part_builder(part, tensors) for part in result]
+    shared = set(map(_storage_of, tensors))
+    storages = map(_storage_of, filter(torch.is_tensor, result))
+    own = [storage for storage in storages if storage not in shared]
+    if None in parts or len(own) > len(set(own)):
+        return None
+    return lambda arguments: kind([part(arguments) for part in parts])  # type: ignore[misc]
+
+
+def _find_part_builder(part: object, tensors: Sequence[FakeTensor]) -> _Builder | None:
+    if part is None:
+        return _build_none
+    for place, tensor in enumerate(tensors):
+        if part is tensor:
+            return itemgetter(place)
+    if type(part) is not FakeTensor or not _describe_all((part,), False, [], []) or part.requires_grad:
+        return None
+    storage = _storage_of(part)
+    places = [place for place, tensor in enumerate(tensors) if _storage_of(tensor) == storage]
+    if len(places) > 1:
+        return None
+    build = partial(_build_tensor, tuple(part.shape), part.stride(), part.storage_offset(), part.dtype, *places)
+    copy = build(tensors)
+    return build if _is_same(part, copy) else None
+
+
+def _storage_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _is_same(tensor: Tensor, copy: Tensor) -> bool:
+    sizes = tensor.untyped_storage().nbytes() == copy.untyped_storage().nbytes()
+    keys = torch._C._dispatch_key_set(tensor) == torch._C._dispatch_key_set(copy)
+    return sizes and keys and _describe(tensor) == _describe(copy)
+
+
+def _build_none(_: Sequence[FakeTensor]) -> None:
+    return None
+
+
+def _build_tensor(
+    shape: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: torch.dtype, *rest: Any
+) -> FakeTensor:
+    """Build a new tensor or, if the position of an argument is given before ``arguments``, a view of that argument."""
+    *places, arguments = rest
+    mode: FakeTensorMode = arguments[0].fake_mode
+    with in_kernel_invocation_manager(mode):
+        like = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        for place in places:
+            like.set_(arguments[place].untyped_storage(), offset, shape, stride)
+    return FakeTensor(mode, like, _CPU)

@@ -1,0 +1,171 @@
+"""Report of the peak memory of a training step, for users and for programs."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rich.table import Table
+
+from lightning_fasttrain.core.messages import Report, format_bytes, titled_table
+from lightning_fasttrain.memory.allocation_trace import Allocation
+from lightning_fasttrain.profiling.memory_record import CATEGORIES
+
+LARGEST = 10  # holders that are listed
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Memory held at the peak by one module, or by the same module of every block.
+
+    Args:
+        module: qualified name of a module or parameter, with indices as ``*``; "" outside of all modules.
+        category: one of the six categories.
+        op: the operation that allocated it; "" for memory that existed before the step.
+        count: number of tensors.
+        nbytes: their total size.
+    """
+
+    module: str
+    category: str
+    op: str
+    count: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class MemoryReport(Report):
+    """The memory of one training step, in bytes.
+
+    Args:
+        peak_bytes: the peak; if values that a prediction does not have decide shapes, its upper bound.
+        least_bytes: its lower bound; the same as ``peak_bytes`` if values decide nothing.
+        reserved_bytes: bytes that CUDA's caching allocator holds, with what is fragmented; the peak on the CPU.
+        at_peak: category → bytes at the peak; they add up to ``peak_bytes``.
+        peaks: category → its own peak in the step.
+        phase: phase of the peak: ``"forward"``, ``"recomputation"``, ``"backward"`` or ``"optimizer step"``.
+        module: qualified name of the running module at the peak; "" outside of all modules.
+        op: the operation that reaches the peak.
+        holders: the largest holders at the peak, largest first.
+        device: the predicted device.
+        precision: as given.
+        notes: assumptions and omissions.
+        host_bytes: peak of what the strategy keeps in host memory, for this rank.
+        nvme_bytes: bytes that it keeps on disk, for this rank.
+    """
+
+    peak_bytes: int
+    least_bytes: int
+    reserved_bytes: int
+    at_peak: dict[str, int]
+    peaks: dict[str, int]
+    phase: str
+    module: str
+    op: str
+    holders: tuple[Holder, ...]
+    device: str
+    precision: str
+    notes: tuple[str, ...] = ()
+    host_bytes: int = 0
+    nvme_bytes: int = 0
+
+    def as_table(self) -> Table:
+        """Build a ``rich`` table with the categories and the largest holders."""
+        where = f"{self.phase} of {self.module}" if self.module else self.phase
+        peak = f"Peak {self._format_peak()} on {self.device}, {self.precision}"
+        table = titled_table(f"{peak}, in the {where}: {self.op}", self.notes)
+        table.add_column("")
+        table.add_column("at the peak", justify="right")
+        table.add_column("at most", justify="right")
+        for category in CATEGORIES:
+            table.add_row(category, format_bytes(self.at_peak[category]), format_bytes(self.peaks[category]))
+        for place, nbytes in (("host memory", self.host_bytes), ("disk", self.nvme_bytes)):
+            if nbytes:
+                table.add_row(f"offloaded to {place}", "", format_bytes(nbytes))
+        table.add_section()
+        for holder in self.holders:
+            made_by = f" by {holder.op}" if holder.op else ""
+            name = f"{holder.module or 'outside of modules'}: {holder.count} {holder.category}{made_by}"
+            table.add_row(name, format_bytes(holder.nbytes), "")
+        return table
+
+    def _format_peak(self) -> str:
+        most = format_bytes(self.peak_bytes)
+        if self.least_bytes < self.peak_bytes:
+            return f"{format_bytes(self.least_bytes)} to {most}"
+        return most
+
+
+def report(
+    allocations: Sequence[Allocation], since: int, reserved_bytes: int | None = None, **about: Any
+) -> MemoryReport:
+    """Find the peak among ``allocations`` from the time ``since`` on.
+
+    Args:
+        allocations: allocations of a finished trace.
+        since: a time of that trace; memory that existed then counts from the beginning.
+        reserved_bytes: as in the report; by default the peak.
+        about: ``device``, ``precision`` and ``notes`` of the report.
+    """
+    counted, births, deaths = [], [], []
+    for allocation in allocations:
+        if allocation.died > since:
+            counted.append(allocation)
+            births.append((max(allocation.born, since), allocation.nbytes, allocation))
+            deaths.append((allocation.died, -allocation.nbytes, allocation))
+    now: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
+    peaks = dict(now)
+    total, peak_bytes, peak = 0, -1, (since, counted[0])
+    # Times differ, except at `since`; sorting is stable, so memory that existed then is counted first.
+    for time, change, allocation in sorted(births + deaths, key=lambda event: event[0]):
+        category = allocation.category
+        now[category] += change
+        total += change
+        peaks[category] = max(peaks[category], now[category])
+        if total > peak_bytes:
+            peak_bytes, peak = total, (time, allocation)
+    time, last = peak
+    held = [a for a in counted if a.born <= time < a.died]
+    at_peak = dict.fromkeys(CATEGORIES, 0)
+    for allocation in held:
+        at_peak[allocation.category] += allocation.nbytes
+    if reserved_bytes is None:
+        reserved_bytes = peak_bytes
+    return MemoryReport(
+        peak_bytes=peak_bytes,
+        least_bytes=peak_bytes,
+        reserved_bytes=reserved_bytes,
+        at_peak=at_peak,
+        peaks=peaks,
+        phase=last.phase,
+        module=last.module,
+        op=last.op,
+        holders=_find_largest(held),
+        **about,
+    )
+
+
+def peak_of(allocations: Sequence[Allocation], since: int) -> int:
+    """Return the peak bytes of ``allocations`` from the time ``since`` on; 0 for none."""
+    if not any(allocation.died > since for allocation in allocations):
+        return 0
+    return report(allocations, since, device="", precision="").peak_bytes
+
+
+def join_range(reports: Sequence[MemoryReport], note: str) -> MemoryReport:
+    """Return the report with the highest peak, with the lowest one as its lower bound; ``note`` if they differ."""
+    least, *_, most = sorted(reports, key=lambda report: report.peak_bytes)
+    if least.peak_bytes == most.peak_bytes:
+        return most
+    return replace(most, least_bytes=least.peak_bytes, notes=(*most.notes, note))
+
+
+def _find_largest(held: Sequence[Allocation]) -> tuple[Holder, ...]:
+    groups: dict[tuple[str, str, str], list[int]] = {}
+    for allocation in held:
+        module = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", allocation.module)
+        # Parameters, gradients and states are merged, whichever operation allocated them.
+        op = allocation.op if allocation.category in ("activations", "temporaries") else ""
+        groups.setdefault((module, allocation.category, op), []).append(allocation.nbytes)
+    holders = [Holder(*key, count=len(sizes), nbytes=sum(sizes)) for key, sizes in groups.items()]
+    return tuple(sorted(holders, key=lambda holder: -holder.nbytes)[:LARGEST])

@@ -1,0 +1,222 @@
+"""The rank that a prediction is for: how its strategy changes the model, and what it holds of a traced step."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, runtime_checkable
+
+from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_fasttrain.core.host.lightning import has_buckets_beside_gradients
+from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.parameters import bytes_of, trained_parameters
+from lightning_fasttrain.memory.allocation_trace import FOR_EVER, Allocation
+from lightning_fasttrain.memory.sharded_model import ShardsFakeModel, sharded
+from lightning_fasttrain.technique.declarations import PredictedStep
+
+_STREAMS = "Gathers and computation are assumed to share memory, as on one CUDA stream."
+_FORMULAS = (
+    "Parameters, gradients, optimizer state and buffers of the rank are from the strategy's formulas; activations and "
+    "temporaries are traced without sharding."
+)
+# What FSDP2 moves to host memory, with the temporaries of the step that runs there.
+_OFFLOADED = ("gradients", "optimizer state")
+
+
+@dataclass(frozen=True)
+class RankStates:
+    """Bytes of a model's states on one rank.
+
+    Args:
+        parameters: bytes of the parameters, as kept between uses.
+        gradients: bytes of the gradients that are kept until the optimizer step.
+        optimizer: bytes of the optimizer state and of master weights.
+        buffers: bytes of buckets in the backward, and of gathered parameters.
+        step_buffers: bytes of buffers in the optimizer step.
+        step_share: share of the optimizer step that runs on this rank's device; its temporaries are divided by it.
+        gathers: whether parameters are sharded, so that buffers exist in the forward too, and gradients between steps.
+        host: bytes in host memory.
+        nvme: bytes on disk.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    buffers: int
+    step_buffers: int
+    step_share: float
+    gathers: bool
+    host: int = 0
+    nvme: int = 0
+
+
+@runtime_checkable
+class KnowsRankStates(Protocol):
+    """A strategy whose states on a rank are known by formulas, because its engine cannot run on fake tensors."""
+
+    def predict_rank_states(self, model: nn.Module, optimizer: Optimizer, world: int, precision: str) -> RankStates:
+        """Return the states on the rank that holds most, of ``world``."""
+        ...
+
+
+class OneRank:
+    """One of ``world`` ranks under a strategy; without a strategy, the only one.
+
+    Args:
+        strategy: None, ``"ddp"``, Lightning's ``DDPStrategy``, an :class:`~lightning_fasttrain.FSDP2Strategy` or a
+            :class:`~lightning_fasttrain.ZeROStrategy`.
+        world: number of ranks.
+        rank: the rank.
+
+    Raises:
+        TypeError: the strategy cannot be predicted.
+        ValueError: ``rank`` is not below ``world``, or there are several ranks without a strategy.
+    """
+
+    def __init__(self, strategy: object, world: int, rank: int) -> None:
+        if rank >= world:
+            why = f"ranks are counted from 0, so the last one is {world - 1}"
+            raise ValueError(explain(f"rank={rank} of world={world}", why, "Use a rank below world"))
+        if strategy is None and world > 1:
+            why = "the strategy decides what each rank holds"
+            raise ValueError(explain(f"world={world} without strategy=", why, "Pass strategy=FSDP2Strategy()"))
+        self.strategy = DDPStrategy() if strategy == "ddp" else strategy
+        self.world, self.rank = world, rank
+        known = self.strategy is None or isinstance(self.strategy, DDPStrategy | ShardsFakeModel | KnowsRankStates)
+        if not known:
+            why = "its ranks cannot be predicted"
+            way_out = "Pass 'ddp', an FSDP2Strategy or a ZeROStrategy"
+            raise TypeError(explain(f"strategy={strategy!r}", why, way_out))
+        self._states: RankStates | None = None
+        self._buckets = 0
+        self._shards: set[str] = set()
+
+    def precision(self, precision: str) -> str:
+        """Return the precision in which this rank computes: DeepSpeed casts the model under "bf16-mixed" too."""
+        if isinstance(self.strategy, KnowsRankStates) and precision != "32-true":
+            return "bf16-true"
+        return precision
+
+    def key(self, precision: str) -> tuple[object, ...]:
+        """Return what decides the traced step; ranks with equal keys share a trace."""
+        sharding = None
+        if isinstance(self.strategy, ShardsFakeModel):
+            sharding = self.strategy.sharding_on_device
+        return sharding, self.precision(precision)
+
+    def notes(self, on_cuda: bool) -> list[str]:
+        """Return what the prediction of this rank assumes."""
+        if isinstance(self.strategy, KnowsRankStates):
+            return [_FORMULAS]
+        if isinstance(self.strategy, ShardsFakeModel) and on_cuda:
+            return [_STREAMS]
+        return []
+
+    @contextmanager
+    def shard(
+        self, model: nn.Module, forward: Callable[[Any], object], planned: PredictedStep, mode: FakeTensorMode
+    ) -> Iterator[Callable[[Any], Any]]:
+        """Shard ``model`` in place, if the strategy does so; yield ``forward`` as the strategy runs it."""
+        if not isinstance(self.strategy, ShardsFakeModel):
+            yield forward
+            return
+        with sharded(model, self.strategy, self.world, self.rank, forward, planned, mode) as sharded_forward:
+            yield sharded_forward
+
+    def count_states(self, model: nn.Module, optimizer: Optimizer, precision: str) -> None:
+        """Note what the trace does not show: DDP's buckets, states by formula, and which parameters are shards."""
+        if isinstance(self.strategy, KnowsRankStates):
+            self._states = self.strategy.predict_rank_states(model, optimizer, self.world, precision)
+        elif isinstance(self.strategy, DDPStrategy):
+            if self.world > 1 and has_buckets_beside_gradients(self.strategy):
+                self._buckets = bytes_of(trained_parameters(model))
+        elif isinstance(self.strategy, ShardsFakeModel):
+            for name, parameter in model.named_parameters():
+                if isinstance(parameter, DTensor):
+                    self._shards.add(name)
+
+    def allocations(self, traced: Sequence[Allocation], since: int) -> list[Allocation]:
+        """Return the allocations of a traced step as they are on the device of this rank."""
+        if self._states is not None:
+            return _with_states(traced, self._states, since)
+        kept = list(traced)
+        if isinstance(self.strategy, ShardsFakeModel) and self.strategy.offloads:
+            kept = [allocation for allocation in traced if not self._is_offloaded(allocation, since)]
+        if self._buckets:
+            kept.append(_hold(self._buckets, "temporaries", "buckets of DDP", since, FOR_EVER))
+        return kept
+
+    def host_allocations(self, traced: Sequence[Allocation], since: int) -> list[Allocation]:
+        """Return the traced allocations that are in host memory."""
+        if isinstance(self.strategy, ShardsFakeModel) and self.strategy.offloads:
+            return [allocation for allocation in traced if self._is_offloaded(allocation, since)]
+        if self._states is not None and self._states.host:
+            return [_hold(self._states.host, "parameters", "offloaded states", since, FOR_EVER)]
+        return []
+
+    @property
+    def nvme_bytes(self) -> int:
+        """Bytes on disk."""
+        return 0 if self._states is None else self._states.nvme
+
+    def _is_offloaded(self, allocation: Allocation, since: int) -> bool:
+        if allocation.category in _OFFLOADED or allocation.phase == "optimizer step":
+            return True
+        existed = allocation.born <= since and allocation.died == FOR_EVER
+        return allocation.category == "parameters" and existed and allocation.module in self._shards
+
+
+def _with_states(allocations: Sequence[Allocation], states: RankStates, since: int) -> list[Allocation]:
+    """Return the allocations of a step, traced without sharding, with the states of a rank.
+
+    Args:
+        allocations: those of two traced steps.
+        states: bytes on the rank.
+        since: the time at which the second step began.
+    """
+    counted = []
+    for allocation in allocations:
+        # DeepSpeed frees gradients in its step, so that those of the step before do not exist in the forward.
+        released = allocation.category == "gradients" and allocation.born <= since
+        if allocation.died > since and not released:
+            counted.append(allocation)
+    wanted = {
+        "parameters": states.parameters,
+        "optimizer state": states.optimizer,
+        # Those of sharded parameters are slices of one buffer, which is never freed.
+        "gradients": 0 if states.gathers else states.gradients,
+    }
+    total = dict.fromkeys(wanted, 0)
+    for allocation in counted:
+        if allocation.category in total:
+            total[allocation.category] += allocation.nbytes
+    held = []
+    for allocation in counted:
+        category, nbytes = allocation.category, allocation.nbytes
+        if category in wanted:
+            nbytes = nbytes * wanted[category] // max(total[category], 1)
+        elif allocation.phase == "optimizer step":
+            nbytes = int(nbytes * states.step_share)
+        held.append(replace(allocation, nbytes=nbytes))
+    end = max((a.born for a in counted), default=since)
+    backward = _start_of("backward", counted, since, end)
+    step = _start_of("optimizer step", counted, since, end)
+    if states.gathers:
+        held.append(_hold(states.gradients, "gradients", "", since, end))
+        backward = since
+    held.append(_hold(states.buffers, "temporaries", "buckets and gathered parameters", backward, step - 1))
+    held.append(_hold(states.step_buffers, "temporaries", "buffers of the optimizer step", step, end + 1))
+    return held
+
+
+def _start_of(phase: str, allocations: Sequence[Allocation], since: int, end: int) -> int:
+    return min((a.born for a in allocations if a.phase == phase and a.born > since), default=end)
+
+
+def _hold(nbytes: int, category: str, op: str, born: int, died: int) -> Allocation:
+    phase = "optimizer step" if "step" in op else "backward"
+    return Allocation(nbytes, "", op, phase, born, 0, died, category)
