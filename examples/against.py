@@ -32,12 +32,12 @@ from rich.table import Table
 from rivals import DEFAULT_SIDES, PARTS, SHAPES, SIDES, WARMUP, build_model
 
 from lightning_fasttrain.bench.ladder.preflight import fast_bf16
-from lightning_fasttrain.bench.ladder.process import without_paths
-from lightning_fasttrain.bench.ladder.recorder import Recorder
-from lightning_fasttrain.bench.ladder.verdict import refuse_non_finite
+from lightning_fasttrain.bench.ladder.results import refuse_non_finite
+from lightning_fasttrain.bench.ladder.turns import without_paths
+from lightning_fasttrain.bench.ladder.worker import Recorder
 from lightning_fasttrain.core.checks import one_of, positive_int
-from lightning_fasttrain.core.files.atomic_write import write_atomic
-from lightning_fasttrain.core.machine import Neighbours, hardware, package_version, versions
+from lightning_fasttrain.core.device import Neighbours, hardware, package_version, versions
+from lightning_fasttrain.core.files import write_atomic
 from lightning_fasttrain.core.messages import explain
 
 

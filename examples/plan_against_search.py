@@ -19,9 +19,9 @@ from datetime import UTC, datetime
 import reference_models
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.bench.ladder.process import without_paths
-from lightning_fasttrain.core.files.atomic_write import write_atomic
-from lightning_fasttrain.core.machine import hardware, versions
+from lightning_fasttrain.bench.ladder.turns import without_paths
+from lightning_fasttrain.core.device import hardware, versions
+from lightning_fasttrain.core.files import write_atomic
 from lightning_fasttrain.core.messages import log
 from lightning_fasttrain.planner.candidates import find_axes
 from lightning_fasttrain.planner.timing import Stopwatch

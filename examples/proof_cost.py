@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.bench.gpt import GPT2_VOCABULARY, GPTConfig, GPTModule
-from lightning_fasttrain.core.machine import hardware, versions
+from lightning_fasttrain.core.device import hardware, versions
 from lightning_fasttrain.proof.rehearsal.rehearsal import is_rehearsing
 
 LAYERS_AND_WIDTHS = {"1M": (2, 64), "82M": (6, 768), "350M": (24, 1024)}

@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.bench.text import read_text
-from lightning_fasttrain.core.machine import hardware, versions
+from lightning_fasttrain.core.device import hardware, versions
 from lightning_fasttrain.micro_batching import check_padding_free, remove_padding_
 
 ROWS, PARTS, VOCABULARY, LONGEST, MEL = 32, 8, 4096, 384, 64

@@ -26,8 +26,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.core.device import device_clock
-from lightning_fasttrain.core.machine import hardware, versions
+from lightning_fasttrain.core.device import device_clock, hardware, versions
 from lightning_fasttrain.planner.timing import compare_times
 
 MIB = 2**20

@@ -32,7 +32,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.core.machine import hardware, versions
+from lightning_fasttrain.core.device import hardware, versions
 
 HOSTS = ("Trainer", "mixin", "Fabric", "control")
 EVERY = 100

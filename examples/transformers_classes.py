@@ -32,8 +32,8 @@ from transformers.models.auto import configuration_auto, modeling_auto
 from transformers.pytorch_utils import Conv1D
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.core.files.atomic_write import write_atomic
-from lightning_fasttrain.core.machine import hardware
+from lightning_fasttrain.core.device import hardware
+from lightning_fasttrain.core.files import write_atomic
 
 WORDS, LENGTH, ROWS, RANK = 99, 12, 6, 2
 PER_CLASS_S = 240

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.optim.named.build_optimizer import KNOWN
-from lightning_fasttrain.planner.catalogue import class_named, public_path
+from lightning_fasttrain.planner.candidates import class_named, public_path
 from lightning_fasttrain.technique.technique import describe
 from tests.cases import CASES
 from tests.support.nets import TinyLM, as_loader, lm_batches, trainer

@@ -24,7 +24,7 @@ import lightning_fasttrain as ft
 from lightning_fasttrain.architecture.mixture_of_depths import RoutedForward
 from lightning_fasttrain.finetune.selection.float32_adapters import StaysInFloat32
 from lightning_fasttrain.loaders.growth_schedule import KeepsGrowth
-from lightning_fasttrain.planner.catalogue import known_techniques
+from lightning_fasttrain.planner.candidates import known_techniques
 from lightning_fasttrain.technique import Exactness
 from tests.cases import BY_NAME, CASES, TOGETHER, Case, by_hand_of, in_a_loop, refused
 from tests.support.covering import cover_pairs

@@ -16,7 +16,7 @@ from lightning_fasttrain.cli.describe_techniques import conflicts_of, read_measu
 from lightning_fasttrain.cli.main import main
 from lightning_fasttrain.cli.technique_cards import markdown_page, read_cards
 from lightning_fasttrain.core.package import PACKAGE, ROOMS, SUBPACKAGES
-from lightning_fasttrain.planner.catalogue import known_techniques, public_path
+from lightning_fasttrain.planner.candidates import known_techniques, public_path
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

@@ -69,7 +69,7 @@ NAMES = {
         f"{PYTORCH}.utilities.combined_loader",
         [
             "loaders/sample_guard",
-            "proof/rehearsal/peek_batches",
+            "proof/rehearsal/context",
             "checkpoint/resume_state",
             "checkpoint/loader_state/persistent_workers",
         ],

@@ -14,7 +14,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.cli.main import main
-from lightning_fasttrain.planner.catalogue import known_techniques, public_path
+from lightning_fasttrain.planner.candidates import known_techniques, public_path
 from lightning_fasttrain.strategy.fsdp2.sharding import Sharding
 from tests.support.run_example import ROOT
 

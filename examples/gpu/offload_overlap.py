@@ -24,10 +24,9 @@ from torch.autograd.graph import save_on_cpu
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.bench.gpt import GPT, SIZES
-from lightning_fasttrain.bench.ladder.process import without_paths
-from lightning_fasttrain.core.device import GIB
-from lightning_fasttrain.core.files.atomic_write import write_atomic
-from lightning_fasttrain.core.machine import hardware, versions
+from lightning_fasttrain.bench.ladder.turns import without_paths
+from lightning_fasttrain.core.device import GIB, hardware, versions
+from lightning_fasttrain.core.files import write_atomic
 
 WARMUP_STEPS = 3  # the first ones pin host memory, which is slow
 

@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # this package need not be installed
 ENDING_S = 3  # to write the last line within the time
 TOKENS = Path(__file__).parent / "tokens" / "gpt2.npy"
-ASK = "import json; from lightning_fasttrain.core.machine import *; print(json.dumps([hardware(), versions()]))"
+ASK = "import json; from lightning_fasttrain.core.device import *; print(json.dumps([hardware(), versions()]))"
 
 
 def run_pieces(pieces, out, ends, machine, tokens=None, tiny=False, again=False):
@@ -84,7 +84,7 @@ def run_piece(piece, out, limit_s, tokens, tiny):
     line = {"status": status, "seconds": round(time.monotonic() - started, 1), "result": found}
     line["command"] = " ".join(["python", *shown.split()])
     if status != "done":
-        from lightning_fasttrain.bench.ladder.process import without_paths
+        from lightning_fasttrain.bench.ladder.turns import without_paths
 
         line["last_words"] = [without_paths(text) for text in (stdout + stderr).splitlines()[-30:]]
     return line
@@ -208,7 +208,7 @@ def prepare_tokens(file):
 
     from lightning_fasttrain.bench.gpt import GPT2_VOCABULARY
     from lightning_fasttrain.bench.text import encode_text, read_text
-    from lightning_fasttrain.core.files.atomic_write import write_atomic
+    from lightning_fasttrain.core.files import write_atomic
 
     tokens = encode_text(read_text(), "bpe", GPT2_VOCABULARY).astype(np.uint16)
     write_atomic(file, lambda stream: np.save(stream, tokens))

@@ -33,7 +33,7 @@ from lightning_fasttrain.core.modules.select import as_list, class_if_imported
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, count_wrapped, first_line, list_wrapped, why_none_ran
 from lightning_fasttrain.technique import Capability, Conflict, Exactness, Surgery, Technique
 from lightning_fasttrain.technique.declarations import Facts, PredictedStep, why_no_blocks
-from lightning_fasttrain.technique.weight_averages import conflict_with_early_averages, refuse_average_before
+from lightning_fasttrain.technique.technique import conflict_with_early_averages, refuse_average_before
 
 Sampling = Literal["predictor", "top_k"]
 _ADDED = "routers are added"

@@ -18,7 +18,7 @@ from lightning_fasttrain.core.modules.select import CONV1D, Sharing, as_list, fi
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.technique import Capability, Conflict, Exactness, Surgery, Technique
 from lightning_fasttrain.technique.declarations import Facts, PredictedStep, why_no_blocks
-from lightning_fasttrain.technique.weight_averages import conflict_with_early_averages, refuse_average_before
+from lightning_fasttrain.technique.technique import conflict_with_early_averages, refuse_average_before
 
 _ADDED = "experts are added"
 

@@ -1,7 +1,7 @@
 """Write checkpoints that are never half-written, check and find them, and resume from the exact batch.
 
 From the bottom up: ``checkpoint_folder``, ``remote_checkpoint``, ``newest_checkpoint``, ``background_save``,
-``gathered_states``, ``atomic_checkpoints``, ``loader_state``, ``run_fingerprint``, ``resume_state``, ``exact_resume``.
+``atomic_checkpoints``, ``loader_state``, ``run_fingerprint``, ``resume_state``, ``exact_resume``.
 """
 
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lightning_fasttrain.checkpoint.loader_state.resumable_loader import ResumableLoader, resumable
     from lightning_fasttrain.checkpoint.newest_checkpoint import newest_checkpoint
     from lightning_fasttrain.checkpoint.remote_checkpoint import newest_remote_checkpoint
-    from lightning_fasttrain.core.files.safe_load import CorruptCheckpoint
+    from lightning_fasttrain.core.files import CorruptCheckpoint
     from lightning_fasttrain.core.state.rng import random_state, set_random_state
 
 __all__ = [

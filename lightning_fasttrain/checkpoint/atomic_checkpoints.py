@@ -23,13 +23,15 @@ from lightning_fasttrain.checkpoint.newest_checkpoint import KEY, RunMark, guard
 from lightning_fasttrain.checkpoint.remote_checkpoint import fetched, remove_remote, upload_file, why_unwritable_storage
 from lightning_fasttrain.core.checks import check_arguments, one_of
 from lightning_fasttrain.core.device import GIB
-from lightning_fasttrain.core.files.atomic_write import free_disk_bytes, why_unwritable, write_atomic
-from lightning_fasttrain.core.files.safe_load import (
+from lightning_fasttrain.core.files import (
+    free_disk_bytes,
     is_object_storage,
     is_remote,
     local_path,
     read_archive,
     refuse_unreadable,
+    why_unwritable,
+    write_atomic,
 )
 from lightning_fasttrain.core.host.lightning import replicates
 from lightning_fasttrain.core.messages import explain, log, warn

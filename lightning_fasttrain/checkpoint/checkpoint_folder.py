@@ -11,23 +11,21 @@ from typing import Any
 
 from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.device import GIB
-from lightning_fasttrain.core.files.atomic_write import (
+from lightning_fasttrain.core.files import (
     TEMPORARY,
-    free_disk_bytes,
-    is_being_written,
-    is_temporary_file,
-    lock,
-    make_folder,
-    sync_folder,
-    temporary_path,
-    write_atomic,
-)
-from lightning_fasttrain.core.files.safe_load import (
     CorruptCheckpoint,
     damage_of_archive,
     existing_path,
+    free_disk_bytes,
+    is_being_written,
+    is_temporary_file,
     local_path,
+    lock,
+    make_folder,
     parse_json,
+    sync_folder,
+    temporary_path,
+    write_atomic,
 )
 from lightning_fasttrain.core.messages import explain
 

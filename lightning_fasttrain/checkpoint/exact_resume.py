@@ -9,7 +9,6 @@ import lightning as L
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_fasttrain.checkpoint.gathered_states import gather, gather_gradients, pack
 from lightning_fasttrain.checkpoint.loader_state.attributes import watch_attributes
 from lightning_fasttrain.checkpoint.loader_state.resumable_loader import ResumableLoader
 from lightning_fasttrain.checkpoint.newest_checkpoint import explain_missing_last, guard_loading
@@ -39,7 +38,7 @@ from lightning_fasttrain.checkpoint.run_fingerprint import (
     refuse_other_optimizers,
     with_restored,
 )
-from lightning_fasttrain.core.distributed import is_sharded
+from lightning_fasttrain.core.distributed import gather, gather_gradients, is_sharded, pack
 from lightning_fasttrain.core.host.lightning import (
     DataFetcher,
     accumulation_continues,

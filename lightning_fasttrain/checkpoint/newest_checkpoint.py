@@ -23,14 +23,17 @@ from lightning_fasttrain.checkpoint.checkpoint_folder import (
 )
 from lightning_fasttrain.checkpoint.remote_checkpoint import fetched
 from lightning_fasttrain.core.checks import check_arguments
-from lightning_fasttrain.core.files.atomic_write import TEMPORARY, is_being_written, is_temporary_file, lock
-from lightning_fasttrain.core.files.safe_load import (
+from lightning_fasttrain.core.files import (
+    TEMPORARY,
     CorruptCheckpoint,
     ForeignObjects,
     existing_path,
     first_line,
+    is_being_written,
     is_object_storage,
+    is_temporary_file,
     local_path,
+    lock,
     read_archive,
 )
 from lightning_fasttrain.core.messages import explain, say, warn

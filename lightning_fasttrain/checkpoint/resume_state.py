@@ -20,7 +20,6 @@ from lightning.pytorch.utilities.combined_loader import _MaxSizeCycle
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_fasttrain.checkpoint.gathered_states import unpack
 from lightning_fasttrain.checkpoint.loader_state.attributes import watch_attributes
 from lightning_fasttrain.checkpoint.loader_state.resumable_loader import ResumableLoader, is_stateful
 from lightning_fasttrain.checkpoint.run_fingerprint import (
@@ -28,6 +27,7 @@ from lightning_fasttrain.checkpoint.run_fingerprint import (
     keeps_global_batch,
     list_disagreements,
 )
+from lightning_fasttrain.core.distributed import unpack
 from lightning_fasttrain.core.host.lightning import (
     DataFetcher,
     is_last_batch_taken,

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from rich.table import Table
 
-from lightning_fasttrain.core.machine import (
+from lightning_fasttrain.core.device import (
     GIB,
     bf16_slowdown,
     bf16_units,

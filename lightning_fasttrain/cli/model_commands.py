@@ -40,9 +40,9 @@ def estimate_run(options: argparse.Namespace) -> None:
     """Run ``fasttrain estimate``: FLOPs, time, energy, loss, batch size and memory of a training."""
     from lightning_fasttrain.cli.subject import techniques_named
     from lightning_fasttrain.core.batch import count_batch
-    from lightning_fasttrain.core.files.atomic_write import write_atomic
+    from lightning_fasttrain.core.files import write_atomic
     from lightning_fasttrain.estimate import estimate_training
-    from lightning_fasttrain.estimate.training_estimate import read_count
+    from lightning_fasttrain.estimate.estimate_training import read_count
 
     if (options.tokens is None) == (options.samples is None):
         raise CommandError("give either --tokens or --samples, the length of the training, as --tokens 10B.")
@@ -144,7 +144,7 @@ def _number_or_word(text: str) -> Any:
 
 
 def _write(plan: "Plan", folder: Path) -> None:
-    from lightning_fasttrain.core.files.atomic_write import write_atomic
+    from lightning_fasttrain.core.files import write_atomic
 
     folder.mkdir(parents=True, exist_ok=True)
     written = [plan.save(folder / "plan.json"), write_atomic(folder / "plan.yaml", plan.yaml())]

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from lightning_fasttrain.core.host.lightning import TRANSFER_HOOKS
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.planner.catalogue import known_techniques
+from lightning_fasttrain.planner.candidates import known_techniques
 from lightning_fasttrain.technique import Technique
 
 

@@ -138,7 +138,7 @@ def _read_measurements(path: str) -> "Measurements":
 
 def _find_idle(name: str) -> str | None:
     """Return why a technique has no effect on this machine; None if it may have one."""
-    from lightning_fasttrain.planner.catalogue import class_named
+    from lightning_fasttrain.planner.candidates import class_named
     from lightning_fasttrain.technique import Technique
     from lightning_fasttrain.technique.declarations import facts_of_machine
 

@@ -3,6 +3,6 @@
 ``batch`` reads a batch of any structure, ``modules`` finds and wraps parts of a model, ``state`` saves and restores
 what a step changes, ``files`` writes and reads without trust, ``host`` is the door to what Lightning keeps to itself.
 
-From the bottom up: ``messages``, ``checks``, ``device``, ``distributed``, ``package``, ``state``, ``batch``,
-``modules``, ``machine``, ``files``, ``host``, ``peak_memory``.
+From the bottom up: ``messages``, ``checks``, ``distributed``, ``package``, ``state``, ``batch``, ``modules``,
+``device``, ``host``, ``peak_memory``, ``files``.
 """

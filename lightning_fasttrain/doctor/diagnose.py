@@ -4,17 +4,21 @@ from collections.abc import Iterator
 
 from lightning_fasttrain.core.messages import number_of
 from lightning_fasttrain.core.state.rng import keep_random_state
-from lightning_fasttrain.doctor.diagnosis import Diagnosis, most_expensive, rank
-from lightning_fasttrain.doctor.finding import Finding
-from lightning_fasttrain.doctor.findings.data_waits import find_data_waits
-from lightning_fasttrain.doctor.findings.growing_memory import find_growing_memory
-from lightning_fasttrain.doctor.findings.operators import find_compiler_work, find_host_syncs, find_operators
-from lightning_fasttrain.doctor.findings.optimizer_step import find_slow_optimizers
-from lightning_fasttrain.doctor.findings.ranks import find_rank_faults
-from lightning_fasttrain.doctor.findings.run_costs import find_run_costs
-from lightning_fasttrain.doctor.findings.schedulers import find_scheduler_faults
-from lightning_fasttrain.doctor.findings.training_faults import find_module_modes, find_training_faults
-from lightning_fasttrain.doctor.observation.measured import LineTime, Measured
+from lightning_fasttrain.doctor.diagnosis import Diagnosis, Finding, most_expensive, rank
+from lightning_fasttrain.doctor.findings.operators import (
+    find_compiler_work,
+    find_growing_memory,
+    find_host_syncs,
+    find_operators,
+)
+from lightning_fasttrain.doctor.findings.run_costs import find_data_waits, find_rank_faults, find_run_costs
+from lightning_fasttrain.doctor.findings.training_faults import (
+    find_module_modes,
+    find_scheduler_faults,
+    find_slow_optimizers,
+    find_training_faults,
+)
+from lightning_fasttrain.doctor.observation.step_records import LineTime, Measured
 from lightning_fasttrain.doctor.observation.watch import LOOP_PHASES, Watch
 
 # Memory first, since later families hold tensors of their own.

@@ -13,8 +13,8 @@ from lightning_fasttrain.core.distributed import rank_here
 from lightning_fasttrain.core.messages import wide_enough
 from lightning_fasttrain.doctor.diagnose import diagnose
 from lightning_fasttrain.doctor.diagnosis import Diagnosis
-from lightning_fasttrain.doctor.observation.trainer_seams import TrainerSeams
 from lightning_fasttrain.doctor.observation.watch import MANY_STEPS, StepCount, Watch
+from lightning_fasttrain.doctor.observation.watched_calls import TrainerSeams
 from lightning_fasttrain.doctor.page import save_diagnosis
 from lightning_fasttrain.proof.rehearsal.rehearsal import is_rehearsing
 

@@ -12,8 +12,8 @@ from lightning_fasttrain.core.checks import PositiveInt, check_arguments
 from lightning_fasttrain.doctor.diagnose import diagnose
 from lightning_fasttrain.doctor.diagnosis import Diagnosis
 from lightning_fasttrain.doctor.doctor import show
-from lightning_fasttrain.doctor.observation.torch_seams import LoopSeams
 from lightning_fasttrain.doctor.observation.watch import MANY_STEPS, StepCount, Watch
+from lightning_fasttrain.doctor.observation.watched_calls import LoopSeams
 from lightning_fasttrain.doctor.page import save_diagnosis
 
 

@@ -1,8 +1,6 @@
 """Estimate a training before it runs, by published formulas, counted FLOPs and measured steps.
 
-From the bottom up: ``accelerators``, ``transformer_flops``, ``activation_memory``, ``scaling_laws``, ``batch_size``,
-``run_time``, ``parameter_counts``, ``counted_flops``, ``measured_step``, ``memory_estimate``, ``training_estimate``,
-``estimate_training``.
+From the bottom up: ``scaling_laws``, ``accelerators``, ``flops``, ``memory_estimate``, ``estimate_training``.
 """
 
 from typing import TYPE_CHECKING
@@ -11,17 +9,35 @@ from lightning_fasttrain.core.package import import_names_when_used
 
 import_names_when_used(__name__)
 if TYPE_CHECKING:
-    from lightning_fasttrain.estimate.accelerators import ACCELERATORS, Accelerator, find_accelerator, read_devices
-    from lightning_fasttrain.estimate.activation_memory import activation_bytes_per_layer, input_and_output_bytes
-    from lightning_fasttrain.estimate.batch_size import cost_of_batch_size, critical_batch_tokens
-    from lightning_fasttrain.estimate.counted_flops import StepFlops, count_step_flops
-    from lightning_fasttrain.estimate.estimate_training import estimate_training
-    from lightning_fasttrain.estimate.parameter_counts import count_parameters_by_part
-    from lightning_fasttrain.estimate.run_time import energy_kwh, model_flops_utilization, pf_days, training_hours
+    from lightning_fasttrain.estimate.accelerators import (
+        ACCELERATORS,
+        Accelerator,
+        energy_kwh,
+        find_accelerator,
+        model_flops_utilization,
+        pf_days,
+        read_devices,
+        training_hours,
+    )
+    from lightning_fasttrain.estimate.estimate_training import TrainingEstimate, estimate_training
+    from lightning_fasttrain.estimate.flops import (
+        StepFlops,
+        count_parameters_by_part,
+        count_step_flops,
+        kaplan_forward_flops,
+        kaplan_parameters,
+        megatron_flops,
+        megatron_parameters,
+        palm_flops_per_token,
+        six_n_flops,
+    )
+    from lightning_fasttrain.estimate.memory_estimate import activation_bytes_per_layer, input_and_output_bytes
     from lightning_fasttrain.estimate.scaling_laws import (
         CHINCHILLA,
         REPLICATION,
         ScalingLaw,
+        cost_of_batch_size,
+        critical_batch_tokens,
         expected_loss,
         kaplan_allocation,
         kaplan_loss,
@@ -30,15 +46,6 @@ if TYPE_CHECKING:
         optimal_tokens,
         outside_of_range,
         parameters_for_loss,
-    )
-    from lightning_fasttrain.estimate.training_estimate import TrainingEstimate
-    from lightning_fasttrain.estimate.transformer_flops import (
-        kaplan_forward_flops,
-        kaplan_parameters,
-        megatron_flops,
-        megatron_parameters,
-        palm_flops_per_token,
-        six_n_flops,
     )
 
 __all__ = [

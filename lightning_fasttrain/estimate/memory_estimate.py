@@ -1,20 +1,191 @@
-"""Estimate the memory of a step: predicted, by published formulas, and measured."""
+"""The memory and the time of a step: by published formulas, predicted, and measured on this machine."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import lightning as L
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_fasttrain.core.batch import count_batch
-from lightning_fasttrain.estimate.activation_memory import activation_bytes_per_layer, input_and_output_bytes
-from lightning_fasttrain.estimate.counted_flops import StepFlops
-from lightning_fasttrain.estimate.measured_step import MeasuredStep
-from lightning_fasttrain.estimate.transformer_flops import Recomputation
+from lightning_fasttrain.core.checks import PositiveInt, check_arguments
+from lightning_fasttrain.core.device import device_clock, dtype_of, peak_flops
+from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.estimate.flops import Recomputation, StepFlops
 from lightning_fasttrain.memory import predict_memory
 from lightning_fasttrain.memory.fake_step import Factory
 from lightning_fasttrain.memory.predict_memory import Loss
+from lightning_fasttrain.profiling import MemoryRecording
+from lightning_fasttrain.proof.verification.short_run import EnoughError, Steps, run_steps
 from lightning_fasttrain.technique import Technique
+
+
+@check_arguments
+def activation_bytes_per_layer(
+    context: PositiveInt,
+    batch: PositiveInt,
+    width: PositiveInt,
+    heads: PositiveInt,
+    recomputation: Recomputation = "none",
+    tensor_parallel: PositiveInt = 1,
+    sequence_parallel: bool = False,
+) -> float:
+    """Return the bytes of activations that a transformer layer keeps for its backward, in 16 bits, on each device.
+
+    Without recomputation s b h (34 + 5 a s / h): attention 11 s b h + 5 a s² b, MLP 19 s b h, norms 4 s b h. Of these,
+    5 a s² b are the softmax and its dropout, which selective recomputation, and kernels such as flash attention, do not
+    keep. Full recomputation keeps the input of the layer, 2 s b h. The layer has dropout and a GELU of width 4 h.
+
+    Args:
+        context: s, tokens of a sequence.
+        batch: b, sequences of a micro-batch.
+        width: h.
+        heads: a.
+        recomputation: ``"none"``, ``"selective"`` or ``"full"``.
+        tensor_parallel: t, devices that share a layer, of which each keeps 10 of the 34 in full.
+        sequence_parallel: whether they share these too.
+
+    Raises:
+        ValueError: ``sequence_parallel`` on a single device.
+
+    Example:
+        >>> f"{activation_bytes_per_layer(2048, 1, 12288, 96) / 2**30:.2f} GiB"  # GPT-3
+        '2.67 GiB'
+
+    Source:
+        Korthikanti et al. 2022, equations 1 to 6 and table 2, https://arxiv.org/abs/2205.05198.
+    """
+    if sequence_parallel and tensor_parallel == 1:
+        why = "the devices that share sequences are those that share layers"
+        raise ValueError(explain("sequence_parallel with tensor_parallel=1", why, "Set tensor_parallel=8"))
+    unit = context * batch * width
+    if recomputation == "full":
+        return 2.0 * unit
+    attention = 5 * heads * context / width if recomputation == "none" else 0.0
+    shared = tensor_parallel if sequence_parallel else 1
+    return unit * (10 / shared + (24 + attention) / tensor_parallel)
+
+
+@check_arguments
+def input_and_output_bytes(
+    context: PositiveInt, batch: PositiveInt, width: PositiveInt, vocabulary: PositiveInt
+) -> float:
+    """Return the bytes of activations outside of the layers, on one device and without pipelining.
+
+    The dropout of the embeddings keeps s b h, the last norm and the output layer 2 s b h each, and the loss 4 s b v,
+    as its logits are in float32.
+
+    Args:
+        context: s.
+        batch: b.
+        width: h.
+        vocabulary: v.
+
+    Example:
+        >>> f"{input_and_output_bytes(2048, 1, 12288, 51200) / 2**30:.2f} GiB"
+        '0.51 GiB'
+
+    Source:
+        Korthikanti et al. 2022, section 4.3, https://arxiv.org/abs/2205.05198, without tensor parallelism.
+    """
+    return context * batch * (5.0 * width + 4.0 * vocabulary)
+
+
+_WARMUP = 4  # steps: techniques such as a memory budget measure and plan in the first three
+_LEAST, _MOST, _SECONDS = 2, 12, 0.5  # steps that are timed: as many as that takes, between the two
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """Measurements of a step on this machine.
+
+    Attributes:
+        device: type of the device.
+        ms: time of a step, the fastest, since other work of the machine only adds time.
+        steps: how many were timed.
+        peak_flops: FLOP/s of a large matrix product on that device.
+        peak_bytes: peak memory of a step.
+        activation_bytes: the most memory of activations.
+    """
+
+    device: str
+    ms: float
+    steps: int
+    peak_flops: float
+    peak_bytes: int
+    activation_bytes: int
+
+
+def measure_step(
+    module: L.LightningModule, batch: object, precision: str, techniques: Sequence[Technique] = ()
+) -> MeasuredStep:
+    """Run a few steps on a copy of a module on this machine's device.
+
+    Args:
+        module: the model, which is not changed.
+        batch: the batch of each step.
+        precision: of the Trainer.
+        techniques: those of the run.
+
+    Raises:
+        Exception: any error of the steps.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    settings = {"accelerator": device, "precision": precision}
+    watch = _Watch()
+    # The same batch each time, so that the list takes no memory.
+    run_steps(Steps(module, [batch] * (_WARMUP + _MOST + 1), settings), techniques, watch)
+    peak = peak_flops(torch.device(device), dtype_of(precision))
+    return MeasuredStep(device, min(watch.timed), len(watch.timed), peak, watch.peak_bytes, watch.activation_bytes)
+
+
+class _Watch(L.Callback):
+    """Times steps, and records the memory of one more by category."""
+
+    def __init__(self) -> None:
+        self.peak_bytes = self.activation_bytes = 0
+        self._times: list[float] = []
+        self._since = 0.0
+        self._recording: MemoryRecording | None = None
+
+    @property
+    def timed(self) -> list[float]:
+        """The time of each step after the warm-up, in ms."""
+        return self._times[_WARMUP:]
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._since = device_clock(pl_module.device)
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
+    ) -> None:
+        enough = len(self.timed) >= _LEAST and sum(self.timed) >= 1e3 * _SECONDS
+        # Only when all times are there: recording slows a step down.
+        if enough or len(self.timed) >= _MOST:
+            self._recording = MemoryRecording(pl_module, trainer.optimizers, batch).__enter__()
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
+    ) -> None:
+        now = device_clock(pl_module.device)
+        recording, self._recording = self._recording, None
+        if recording is not None:
+            recording.__exit__(None, None, None)
+            assert recording.record is not None
+            self.peak_bytes = recording.record.peak_bytes
+            self.activation_bytes = recording.record.peaks["activations"]
+            raise EnoughError
+        self._times.append(1e3 * (now - self._since))
+        self._since = now
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Hook: torch's profiler runs once in a process, so a step that failed must end it."""
+        recording, self._recording = self._recording, None
+        if recording is not None:
+            recording.stop()
+
 
 _FACTORS: dict[Recomputation, str] = {
     "none": "34 + 5as/h",

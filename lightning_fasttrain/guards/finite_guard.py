@@ -14,9 +14,8 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_iter
 
-from lightning_fasttrain.checkpoint.gathered_states import gather_values
 from lightning_fasttrain.core.checks import PositiveInt, check_arguments
-from lightning_fasttrain.core.distributed import is_sharded
+from lightning_fasttrain.core.distributed import gather_values, is_sharded
 from lightning_fasttrain.core.host.lightning import accumulation_continues
 from lightning_fasttrain.core.host.optimizer_steps import (
     has_unfinite_gradient,

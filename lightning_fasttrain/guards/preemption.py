@@ -22,7 +22,7 @@ from lightning_fasttrain.checkpoint.atomic_checkpoints import checkpoint_bytes, 
 from lightning_fasttrain.core.checks import PositiveInt, check_arguments
 from lightning_fasttrain.core.checks.annotations import Bounds
 from lightning_fasttrain.core.distributed import rank_count
-from lightning_fasttrain.core.files.safe_load import is_remote
+from lightning_fasttrain.core.files import is_remote
 from lightning_fasttrain.core.host.lightning import (
     DataFetcher,
     accumulation_continues,

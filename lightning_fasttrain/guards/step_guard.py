@@ -21,10 +21,9 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 
-from lightning_fasttrain.checkpoint.gathered_states import gather_values
 from lightning_fasttrain.core.checks import PositiveInt
 from lightning_fasttrain.core.device import AsyncReading
-from lightning_fasttrain.core.distributed import rank_count
+from lightning_fasttrain.core.distributed import gather_values, rank_count
 from lightning_fasttrain.core.host.lightning import accumulation_continues
 from lightning_fasttrain.core.host.optimizer_steps import (
     gradient_device,

@@ -17,8 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_fasttrain.core.checks import NonNegativeFloat, PositiveInt, check_arguments, one_of
 from lightning_fasttrain.core.messages import explain, list_some, note_once, warn
-from lightning_fasttrain.core.modules.heads import find_heads, outside_blocks
-from lightning_fasttrain.core.modules.split_vocabulary import SplitHead, on_all_ranks
+from lightning_fasttrain.core.modules.heads import SplitHead, find_heads, on_all_ranks, outside_blocks
 from lightning_fasttrain.core.modules.wrapped_forward import (
     Undo,
     WrappedForward,

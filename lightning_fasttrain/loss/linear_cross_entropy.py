@@ -19,13 +19,13 @@ from lightning_fasttrain.core.checks import (
     require,
 )
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.core.modules.recomputation import refuse_second_derivative, refuse_transforms
-from lightning_fasttrain.core.modules.split_vocabulary import (
+from lightning_fasttrain.core.modules.heads import (
     VocabularyShard,
     is_split_by_rows,
     on_all_ranks,
     share_of_gradient,
 )
+from lightning_fasttrain.core.modules.recomputation import refuse_second_derivative, refuse_transforms
 from lightning_fasttrain.loss.chunked import ChunkedLoss, OfChunk, at_least_float32, autocast_dtype, cast, chunk_size
 from lightning_fasttrain.loss.logit_losses import Options, use_logits
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_fasttrain.core.device import kernels_of
-from lightning_fasttrain.core.modules.split_vocabulary import VocabularyShard
+from lightning_fasttrain.core.modules.heads import VocabularyShard
 from lightning_fasttrain.loss.chunked import at_least_float32
 
 # Logits that are in float32 at a time: as many as fit in the caches of a CPU, or in 256 MiB, which keep a GPU busy.

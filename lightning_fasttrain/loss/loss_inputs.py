@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from lightning_fasttrain.core.batch import LABELS, find_labels, is_integer
 from lightning_fasttrain.core.messages import explain, note_once
 from lightning_fasttrain.core.modules.blocks import has_parameters, keep_outermost
+from lightning_fasttrain.core.modules.heads import SplitHead
 from lightning_fasttrain.core.modules.select import find_module
-from lightning_fasttrain.core.modules.split_vocabulary import SplitHead
 from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, told_heads, wrapper_on
 from lightning_fasttrain.loss.deferred_logits import DeferredLogits, add_bias, scale_bias
 from lightning_fasttrain.loss.linear_kl_divergence import LogitsOf

@@ -2,8 +2,8 @@
 
 The step runs on tensors with shapes but without memory. Workspace of kernels is added where its size is known.
 
-From the bottom up: ``operators``, ``allocation_trace``, ``caching_allocator``, ``fake_step``, ``kernel_workspace``,
-``cuda``, ``memory_report``, ``sharded_model``, ``one_rank``, ``predict_memory``.
+From the bottom up: ``fake_operators``, ``allocation_trace``, ``caching_allocator``, ``fake_step``,
+``kernel_workspace``, ``memory_report``, ``one_rank``, ``cuda_kernels``, ``predict_memory``.
 """
 
 from typing import TYPE_CHECKING

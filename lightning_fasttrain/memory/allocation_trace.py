@@ -19,8 +19,7 @@ from torch.utils._pytree import tree_iter
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.parameters import quantized_tensors
 from lightning_fasttrain.core.modules.wrapped_forward import patched
-from lightning_fasttrain.memory.operators.data_dependent_values import AssumedNumbers, is_sharded
-from lightning_fasttrain.memory.operators.sharded_lists import run_on_shards
+from lightning_fasttrain.memory.fake_operators import AssumedNumbers, is_sharded, run_on_shards
 
 FOR_EVER = 2**62
 # References to a tensor and its storage that dispatch to Python holds, if the sum of gradients alone refers to them.

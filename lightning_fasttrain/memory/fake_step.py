@@ -23,7 +23,7 @@ from lightning_fasttrain.core.state.step_state import StepState
 from lightning_fasttrain.finetune.quantized.quantized_layer import fake_parts, is_quantized
 from lightning_fasttrain.finetune.selection.float32_adapters import kept_in_float32
 from lightning_fasttrain.memory.allocation_trace import AllocationTrace
-from lightning_fasttrain.memory.operators.data_dependent_values import AssumedNumbers
+from lightning_fasttrain.memory.fake_operators import AssumedNumbers
 from lightning_fasttrain.micro_batching.accumulate_gradients import loss_of
 from lightning_fasttrain.micro_batching.step_gradients import sum_gradients_in_float32
 from lightning_fasttrain.optim import release_gradients_

@@ -25,8 +25,8 @@ from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.parameters import names_of_parameters, parameters_of
 from lightning_fasttrain.memory.allocation_trace import AllocationTrace
 from lightning_fasttrain.memory.caching_allocator import GRANULE, place_in_blocks
-from lightning_fasttrain.memory.cuda.cuda_dispatch import CUBLAS_WORKSPACE, AsOnCuda, step_in_lists_
-from lightning_fasttrain.memory.cuda.cuda_workspace import CUDA_WORKSPACE
+from lightning_fasttrain.memory.cuda_kernels import CUBLAS_WORKSPACE, CUDA_WORKSPACE, AsOnCuda, step_in_lists_
+from lightning_fasttrain.memory.fake_operators import AssumedArrays, AssumedNumbers
 from lightning_fasttrain.memory.fake_step import (
     Factory,
     fake_batch,
@@ -41,7 +41,6 @@ from lightning_fasttrain.memory.fake_step import (
 from lightning_fasttrain.memory.kernel_workspace import CPU_WORKSPACE, KEPT, quantized_workspace
 from lightning_fasttrain.memory.memory_report import MemoryReport, join_range, peak_of, report
 from lightning_fasttrain.memory.one_rank import OneRank
-from lightning_fasttrain.memory.operators.data_dependent_values import AssumedArrays, AssumedNumbers
 from lightning_fasttrain.micro_batching.accumulate_gradients import loss_of
 from lightning_fasttrain.optim.named.build_optimizer import make_optimizer
 from lightning_fasttrain.optim.named.state_bytes import early_state, make_twin, tensors_in

@@ -18,7 +18,7 @@ from lightning_fasttrain.core.host.optimizer_steps import TakenSteps
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.parameters import local_part, names_of_parameters
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
-from lightning_fasttrain.core.state.select_entries import BY_PARAMETER
+from lightning_fasttrain.core.state.values import BY_PARAMETER
 from lightning_fasttrain.technique import Capability, Conflict, Technique
 from lightning_fasttrain.technique.declarations import PredictedStep
 

@@ -12,7 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_fasttrain.core.batch.leaves import batch_size
 from lightning_fasttrain.core.checks import PositiveFloat, PositiveInt, check_arguments
 from lightning_fasttrain.core.device import GIB, free_bytes
-from lightning_fasttrain.core.files.safe_load import first_line
+from lightning_fasttrain.core.files import first_line
 from lightning_fasttrain.core.host.lightning import accumulation_continues
 from lightning_fasttrain.core.messages import explain, format_bytes, number_of, say
 from lightning_fasttrain.loaders import BatchSizeWarmup, SequenceLengthWarmup
@@ -20,9 +20,14 @@ from lightning_fasttrain.micro_batching import MicroBatching, TokenWeightedAccum
 from lightning_fasttrain.planner.auto import AddsTechniques, Auto
 from lightning_fasttrain.profiling.memory_meter import MemoryMeter
 from lightning_fasttrain.proof.rehearsal.context import fill_up, find_window, gather_answers, read_batches
-from lightning_fasttrain.proof.rehearsal.nested_trainer import devices_again, find_unrehearsable, leaving_no_trace
 from lightning_fasttrain.proof.rehearsal.rehearsal import Rehearsing, is_rehearsing
-from lightning_fasttrain.proof.rehearsal.run_copy import RunCopy, copy_run
+from lightning_fasttrain.proof.rehearsal.run_copy import (
+    RunCopy,
+    copy_run,
+    devices_again,
+    find_unrehearsable,
+    leaving_no_trace,
+)
 from lightning_fasttrain.proof.verification.short_run import EnoughError, PeakObserver
 
 _ROOM = 0.95  # of the memory of a GPU: fragmentation and libraries are not predicted

@@ -1,6 +1,8 @@
-"""The techniques that can act on a model, their combinations, and the memory that each is predicted to take."""
+"""Candidates of a plan: techniques that can act on a model, as objects and as code, and their predicted memory."""
 
+import ast
 import copy
+import inspect
 import itertools
 import math
 from collections.abc import Iterator, Mapping
@@ -10,16 +12,120 @@ from typing import Any
 import lightning as L
 from torch import nn
 
-from lightning_fasttrain import micro_batching, model
+from lightning_fasttrain import (
+    architecture,
+    checkpoint,
+    finetune,
+    guards,
+    loaders,
+    loss,
+    micro_batching,
+    model,
+    optim,
+    profiling,
+)
 from lightning_fasttrain.core.batch.leaves import batch_size
+from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.blocks import find_blocks
+from lightning_fasttrain.core.package import PUBLIC, find_public, public_path
 from lightning_fasttrain.memory import predict_memory
 from lightning_fasttrain.memory.fake_step import fake_model
 from lightning_fasttrain.model.memory_budget.memory_budget import MemoryBudget
-from lightning_fasttrain.planner.catalogue import code_of, config_of, known_techniques
 from lightning_fasttrain.proof.verification.short_run import quietly
+from lightning_fasttrain.strategy.choose_strategy import (
+    Candidate,
+    Compared,
+    StrategyChoice,
+    compare_strategies,
+    pick_best,
+)
+from lightning_fasttrain.strategy.memory_limits import Limits, gib
 from lightning_fasttrain.technique import Exactness, Setting, Technique, check_together
 from lightning_fasttrain.technique.declarations import Facts, add_model
+
+SUBPACKAGES = (micro_batching, model, loss, optim, finetune, architecture, loaders, checkpoint, guards, profiling)
+
+
+def known_techniques() -> Iterator[type[Technique]]:
+    """Yield every technique of the package, one subpackage after another, in alphabetical order.
+
+    Example:
+        >>> [technique.__name__ for technique in known_techniques()][:2]
+        ['MicroBatching', 'PaddingFree']
+    """
+    for subpackage in SUBPACKAGES:
+        found = inspect.getmembers(subpackage, inspect.isclass)
+        yield from (thing for _, thing in found if issubclass(thing, Technique))
+
+
+def class_named(name: str) -> type:
+    """Return the public class of a name, from whichever subpackage has it.
+
+    Raises:
+        ValueError: no public class has this name.
+
+    Example:
+        >>> class_named("EveryBlock").__module__
+        'lightning_fasttrain.model.activation_checkpointing'
+    """
+    if name in PUBLIC:
+        found = find_public(name)
+    else:
+        found = next((getattr(subpackage, name) for subpackage in SUBPACKAGES if hasattr(subpackage, name)), None)
+    if not isinstance(found, type):
+        raise ValueError(explain(f"{name!r}", "this package has no class of this name", "Check how it is written"))
+    return found
+
+
+def code_of(made: object) -> str:
+    """Return the Python that makes a technique or a policy like this one.
+
+    Example:
+        >>> code_of(model.ActivationCheckpointing(model.EveryBlock(2)))
+        'ft.ActivationCheckpointing(policy=ft.model.EveryBlock(k=2))'
+    """
+    call = _call_that_makes(made)
+    for node in ast.walk(call):
+        if isinstance(node, ast.Call):
+            node.func = ast.Name(f"ft.{public_path(_class_in(node))}")
+    return ast.unparse(call)
+
+
+def config_of(made: object) -> dict[str, Any]:
+    """Return the configuration with which LightningCLI makes one like this.
+
+    Example:
+        >>> config_of(micro_batching.MicroBatching(4))
+        {'class_path': 'lightning_fasttrain.MicroBatching', 'init_args': {'n': 4}}
+    """
+    return config_of_call(_call_that_makes(made))
+
+
+def config_of_call(call: ast.Call) -> dict[str, Any]:
+    """Return the configuration with which LightningCLI makes what a call of one of our classes makes.
+
+    Raises:
+        ValueError: an argument is neither a literal nor such a call.
+    """
+    kind = _class_in(call)
+    values: dict[str, ast.expr] = dict(zip(inspect.signature(kind).parameters, call.args, strict=False))
+    values |= {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg is not None}
+    arguments: dict[str, Any] = {}
+    for name, value in values.items():
+        arguments[name] = config_of_call(value) if isinstance(value, ast.Call) else ast.literal_eval(value)
+    config: dict[str, Any] = {"class_path": f"lightning_fasttrain.{public_path(kind)}"}
+    return {**config, "init_args": arguments} if arguments else config
+
+
+def _call_that_makes(made: object) -> ast.Call:
+    # Techniques keep their arguments in words alone: a reference to a teacher, say, would be copied with them.
+    call = ast.parse(repr(made), mode="eval").body
+    assert isinstance(call, ast.Call)
+    return call
+
+
+def _class_in(call: ast.Call) -> type:
+    return class_named(ast.unparse(call.func).split(".")[-1])
 
 
 @dataclass(frozen=True)
@@ -365,3 +471,74 @@ class PredictedMemory:
                 device=self.device,
             )
         return report.peak_bytes
+
+
+class SeveralDevices:
+    """Predicts the memory of choices under each strategy.
+
+    Args:
+        module: the model.
+        batch: the batch of one device.
+        devices: total number of devices.
+        nodes: number of machines.
+        usable: usable bytes of each device.
+        device: type of the devices.
+    """
+
+    def __init__(
+        self, module: L.LightningModule, batch: object, devices: int, nodes: int, usable: float, device: str
+    ) -> None:
+        self.module, self.batch, self.device = module, batch, device
+        self.devices, self.nodes, self.usable = devices, nodes, usable
+        self.known: dict[Choice, Compared] = {}
+
+    def fits(self, choice: Choice) -> bool:
+        """Return whether a choice of techniques and precision fits under any strategy."""
+        return bool(self._fitting(choice))
+
+    def choose(self, choice: Choice) -> StrategyChoice:
+        """Return the strategy that fits and moves the fewest bytes in a step."""
+        compared, usable = self._compare(choice), int(self.usable)
+        best = pick_best(self._fitting(choice))
+        assert best is not None  # as the search has asked whether it fits
+        why = f"{best.name} fits with {gib(best.device_bytes)} GiB of {gib(usable)} GiB and moves the fewest bytes."
+        shape = (self.devices, self.nodes, choice.precision, usable)
+        return StrategyChoice(best.name, compared.candidates, why, *shape, compared.sizes, compared.left_out)
+
+    def _fitting(self, choice: Choice) -> list[Candidate]:
+        fitting = []
+        for one in self._compare(choice).candidates:
+            # ZeRO counts micro-batches by itself.
+            joins = choice.parts == 1 or not one.name.startswith("zero")
+            if joins and one.fits and not one.rounds:
+                fitting.append(one)
+        return fitting
+
+    def _compare(self, choice: Choice) -> Compared:
+        # Compiled blocks count as eager ones, which take more.
+        choice = replace(choice, compile="")
+        if choice not in self.known:
+            step = {"techniques": choice.techniques(), "precision": choice.precision, "device": self.device}
+            limits = Limits(int(self.usable), None)
+            with quietly():
+                self.known[choice] = compare_strategies(self.module, self.batch, self.devices, limits, **step)
+        return self.known[choice]
+
+
+def strategy_code(name: str) -> tuple[str, Any]:
+    """Return the Python code and the LightningCLI configuration of a strategy that ``choose_strategy`` names.
+
+    Example:
+        >>> strategy_code("fsdp2+offload")[0]
+        "ft.FSDP2Strategy(offload='cpu')"
+    """
+    kind, _, stage = name.partition("-")
+    if kind == "ddp":
+        return "'ddp'", "ddp"
+    if kind == "zero":
+        config = {"class_path": "lightning_fasttrain.ZeROStrategy", "init_args": {"stage": stage}}
+        return f"ft.ZeROStrategy(stage={stage!r})", config
+    config = {"class_path": "lightning_fasttrain.FSDP2Strategy"}
+    if not kind.endswith("offload"):
+        return "ft.FSDP2Strategy()", config
+    return "ft.FSDP2Strategy(offload='cpu')", {**config, "init_args": {"offload": "cpu"}}

@@ -18,19 +18,23 @@ from torch.utils.data import DataLoader
 
 from lightning_fasttrain.core.batch.padding_share import BATCHES, measure_padding
 from lightning_fasttrain.core.checks import PositiveFloat, PositiveInt, check_arguments, one_of
-from lightning_fasttrain.core.device import GIB, free_bytes
+from lightning_fasttrain.core.device import GIB, bf16_units, free_bytes
 from lightning_fasttrain.core.host.lightning import configured_optimizers
-from lightning_fasttrain.core.machine import bf16_units
 from lightning_fasttrain.core.messages import explain, format_bytes
 from lightning_fasttrain.memory.predict_memory import DEVICES, PRECISIONS
 from lightning_fasttrain.optim import build_optimizer, optimizer_state_bytes
-from lightning_fasttrain.planner.candidates import Choice, PredictedMemory, find_axes, switch_of
-from lightning_fasttrain.planner.catalogue import code_of
+from lightning_fasttrain.planner.candidates import (
+    Choice,
+    PredictedMemory,
+    SeveralDevices,
+    code_of,
+    find_axes,
+    switch_of,
+)
 from lightning_fasttrain.planner.plan import Plan, Tried
 from lightning_fasttrain.planner.search import Search
-from lightning_fasttrain.planner.several_devices import SeveralDevices
 from lightning_fasttrain.planner.timing import Costs, Stopwatch, assume_costs
-from lightning_fasttrain.proof.rehearsal.peek_batches import combine, reading_ahead
+from lightning_fasttrain.proof.rehearsal.context import combine, reading_ahead
 from lightning_fasttrain.proof.verification.short_run import copy_module, quietly
 from lightning_fasttrain.proof.verification.verify import as_lightning_module
 from lightning_fasttrain.technique import Exactness

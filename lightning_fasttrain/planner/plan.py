@@ -13,10 +13,9 @@ from rich.table import Table
 
 from lightning_fasttrain.core.checks import require
 from lightning_fasttrain.core.device import GIB
-from lightning_fasttrain.core.files.atomic_write import write_atomic
+from lightning_fasttrain.core.files import write_atomic
 from lightning_fasttrain.core.messages import FULL_WIDTH, Report, titled_table
-from lightning_fasttrain.planner.candidates import Choice
-from lightning_fasttrain.planner.several_devices import strategy_code
+from lightning_fasttrain.planner.candidates import Choice, strategy_code
 from lightning_fasttrain.planner.timing import compare_times
 from lightning_fasttrain.strategy.choose_strategy import StrategyChoice
 from lightning_fasttrain.technique import Technique

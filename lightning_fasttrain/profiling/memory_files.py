@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from lightning_fasttrain.core.checks import check_arguments, one_of, require
-from lightning_fasttrain.core.files.atomic_write import write_atomic
+from lightning_fasttrain.core.files import write_atomic
 from lightning_fasttrain.core.messages import UNITS, format_bytes
 from lightning_fasttrain.profiling.memory_record import CATEGORIES, MemoryRecord
 

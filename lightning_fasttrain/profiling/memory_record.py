@@ -12,7 +12,7 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from lightning_fasttrain.core.files.safe_load import parse_json
+from lightning_fasttrain.core.files import parse_json
 from lightning_fasttrain.core.messages import explain, format_bytes
 
 CATEGORIES: tuple[str, ...] = ("parameters", "gradients", "optimizer state", "activations", "temporaries", "inputs")

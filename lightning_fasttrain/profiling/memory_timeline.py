@@ -10,7 +10,7 @@ from typing import ClassVar
 import lightning as L
 
 from lightning_fasttrain.core.checks import NonNegativeInt, PositiveInt
-from lightning_fasttrain.core.files.atomic_write import refuse_unwritable
+from lightning_fasttrain.core.files import refuse_unwritable
 from lightning_fasttrain.core.messages import format_bytes, say
 from lightning_fasttrain.profiling.memory_files import check_kinds
 from lightning_fasttrain.profiling.memory_meter import MemoryWindow

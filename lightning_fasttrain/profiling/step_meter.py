@@ -12,11 +12,10 @@ import torch
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from torch import nn
 
-from lightning_fasttrain.checkpoint.gathered_states import gather_values
 from lightning_fasttrain.core.batch import count_batch
 from lightning_fasttrain.core.checks import NonNegativeInt, PositiveFloat, check_arguments
 from lightning_fasttrain.core.device import dtype_of, peak_flops
-from lightning_fasttrain.core.distributed import is_sharded
+from lightning_fasttrain.core.distributed import gather_values, is_sharded
 from lightning_fasttrain.core.host.lightning import is_time_to_log, log_to_all
 from lightning_fasttrain.core.messages import say, warn
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch

@@ -12,8 +12,8 @@ from lightning_fasttrain.core.package import import_names_when_used
 
 import_names_when_used(__name__)
 if TYPE_CHECKING:
+    from lightning_fasttrain.proof.rehearsal.context import RehearsalError, RehearsalReport
     from lightning_fasttrain.proof.rehearsal.rehearsal import Rehearsal
-    from lightning_fasttrain.proof.rehearsal.rehearsal_report import RehearsalError, RehearsalReport
     from lightning_fasttrain.proof.verification.compare_records import Distance
     from lightning_fasttrain.proof.verification.report import Verification, Verified
     from lightning_fasttrain.proof.verification.verify import verify

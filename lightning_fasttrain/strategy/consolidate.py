@@ -10,8 +10,7 @@ from torch import Tensor
 
 from lightning_fasttrain.checkpoint.checkpoint_folder import MANIFEST, verify_checkpoint
 from lightning_fasttrain.core.checks import check_arguments, require
-from lightning_fasttrain.core.files.atomic_write import write_atomic
-from lightning_fasttrain.core.files.safe_load import as_corrupt, existing_path
+from lightning_fasttrain.core.files import as_corrupt, existing_path, write_atomic
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.parameters import bytes_of
 from lightning_fasttrain.strategy.zero.zero_files import ZeROFiles

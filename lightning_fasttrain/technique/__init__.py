@@ -2,8 +2,7 @@
 
 A technique bases its advice on :class:`Facts` and describes its effect on memory in a :class:`PredictedStep`.
 
-From the bottom up: ``declarations``, ``explanation``, ``technique``, ``duration``, ``weight_averages``,
-``run_length``.
+From the bottom up: ``declarations``, ``explanation``, ``technique``, ``run_length``.
 """
 
 from typing import TYPE_CHECKING

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Self, TypeVar, cast
 from weakref import WeakSet
 
 import lightning as L
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
@@ -425,3 +426,22 @@ def list_techniques(techniques: object) -> list[Technique]:
 
 def _refuse_twice(what: str) -> None:
     raise ValueError(explain(what, "both would act on the same thing", "Remove one of them"))
+
+
+def conflict_with_early_averages(what: str) -> Conflict:
+    """Return the conflict of a technique that adds parameters with ``StochasticWeightAveraging``.
+
+    Args:
+        what: the addition, such as "the adapter is added".
+    """
+    return Conflict(StochasticWeightAveraging, f"it copies the model before {what}", "Use WeightAveraging")
+
+
+def refuse_average_before(trainer: L.Trainer, name: str, what: str) -> None:
+    """Refuse a ``WeightAveraging`` callback before the first technique, since it would copy the model too early."""
+    for callback in trainer.callbacks:
+        if isinstance(callback, Technique):
+            return
+        if isinstance(callback, WeightAveraging):
+            why = f"it copies the model before {what}"
+            raise ValueError(explain(f"{type(callback).__name__} before {name}", why, f"List it after {name}"))

@@ -19,10 +19,10 @@ from lightning_fasttrain.bench.ladder import report
 from lightning_fasttrain.bench.ladder import run_ladder as climb_module
 from lightning_fasttrain.bench.ladder import turns as turns_module
 from lightning_fasttrain.bench.ladder.preflight import prepare
-from lightning_fasttrain.bench.ladder.process import Worker, WorkerError
 from lightning_fasttrain.bench.ladder.results import Climbed, Skipped
 from lightning_fasttrain.bench.ladder.run_ladder import climb, number_of_rows
 from lightning_fasttrain.bench.ladder.rungs import Rung, rungs
+from lightning_fasttrain.bench.ladder.turns import Worker, WorkerError
 from lightning_fasttrain.cli.main import main
 from lightning_fasttrain.core.messages import FULL_WIDTH
 from lightning_fasttrain.technique import Exactness

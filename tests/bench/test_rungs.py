@@ -4,11 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_fasttrain.bench.ladder.process import without_paths
-from lightning_fasttrain.bench.ladder.results import Measured, Row
-from lightning_fasttrain.bench.ladder.run_ladder import as_code
-from lightning_fasttrain.bench.ladder.rungs import NAIVE, choose_rungs, on_top_of, padded_rungs, rungs, strong_baseline
-from lightning_fasttrain.bench.ladder.verdict import (
+from lightning_fasttrain.bench.ladder.results import (
+    Measured,
+    Row,
     fastest_with_half_the_memory,
     judge,
     judge_by_memory,
@@ -17,6 +15,9 @@ from lightning_fasttrain.bench.ladder.verdict import (
     loss_parity,
     refuse_non_finite,
 )
+from lightning_fasttrain.bench.ladder.run_ladder import as_code
+from lightning_fasttrain.bench.ladder.rungs import NAIVE, choose_rungs, on_top_of, padded_rungs, rungs, strong_baseline
+from lightning_fasttrain.bench.ladder.turns import without_paths
 from lightning_fasttrain.bench.ladder.worker import callbacks_of
 from lightning_fasttrain.model.compile.compile_blocks import MODES
 from lightning_fasttrain.planner.timing import Ratio

@@ -12,11 +12,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.checkpoint.gathered_states import pack, unpack
 from lightning_fasttrain.checkpoint.loader_state import attributes as module
 from lightning_fasttrain.checkpoint.loader_state.attributes import Attributes, watch_attributes
 from lightning_fasttrain.checkpoint.loader_state.persistent_workers import find_persistent_workers
 from lightning_fasttrain.checkpoint.loader_state.resumable_loader import checksum, resumable
+from lightning_fasttrain.core.distributed import pack, unpack
 from lightning_fasttrain.core.messages import FastTrainWarning
 from tests.checkpoint.loader_kinds import Augmented, CountsPasses, Permuted, Rows
 from tests.checkpoint.test_loader_kinds import differing

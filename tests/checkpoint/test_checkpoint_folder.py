@@ -19,8 +19,7 @@ from lightning_fasttrain.checkpoint.checkpoint_folder import (
     verify_checkpoint,
 )
 from lightning_fasttrain.checkpoint.newest_checkpoint import KEY, RunMark, newest_checkpoint
-from lightning_fasttrain.core.files.atomic_write import write_atomic
-from lightning_fasttrain.core.files.safe_load import CorruptCheckpoint
+from lightning_fasttrain.core.files import CorruptCheckpoint, write_atomic
 
 
 def write(target, files=None, **settings):

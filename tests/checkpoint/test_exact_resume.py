@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.checkpoint.exact_resume import KEY, ExactResume
-from lightning_fasttrain.checkpoint.gathered_states import pack, unpack
+from lightning_fasttrain.core.distributed import pack, unpack
 from lightning_fasttrain.core.modules.wrapped_forward import patch
 from lightning_fasttrain.technique import Technique
 from tests.support.nets import trainer

@@ -5,7 +5,7 @@ import shutil
 from rich.console import Console
 
 from lightning_fasttrain.cli import doctor
-from lightning_fasttrain.core.machine import hardware, versions
+from lightning_fasttrain.core.device import hardware, versions
 
 
 def named(findings):

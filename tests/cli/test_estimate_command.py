@@ -3,7 +3,7 @@ import json
 import pytest
 
 from lightning_fasttrain.cli.main import main
-from lightning_fasttrain.estimate.training_estimate import format_count, read_count
+from lightning_fasttrain.estimate.estimate_training import format_count, read_count
 
 MODULE = """
 import lightning as L, torch

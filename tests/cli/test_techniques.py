@@ -14,7 +14,7 @@ import lightning_fasttrain as ft
 from lightning_fasttrain.cli.describe_techniques import describe
 from lightning_fasttrain.cli.main import BAD_INPUT, main
 from lightning_fasttrain.cli.technique_cards import read_cards
-from lightning_fasttrain.planner.catalogue import known_techniques, public_path
+from lightning_fasttrain.planner.candidates import known_techniques, public_path
 from lightning_fasttrain.technique.declarations import Facts
 from tests.support.run_example import ROOT
 

@@ -10,8 +10,7 @@ from torch import nn
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.doctor import Cost, Diagnosis, Finding, SourceLine, save_diagnosis
-from lightning_fasttrain.doctor.diagnosis import rank
-from lightning_fasttrain.doctor.finding import cost_of_calls, cost_of_phase, cost_of_samples
+from lightning_fasttrain.doctor.diagnosis import cost_of_calls, cost_of_phase, cost_of_samples, rank
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.doctor.observation.line_times import LineTracer
+from lightning_fasttrain.doctor.observation.source_lines import LineTracer
 
 
 class Net(L.LightningModule):

@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 from lightning_fasttrain.doctor.findings.operators import _sum_gains
-from lightning_fasttrain.doctor.observation.operator_changes import find_changes
-from lightning_fasttrain.doctor.observation.operator_trials import OperatorTrials, Trial
+from lightning_fasttrain.doctor.observation.operator_trials import OperatorTrials, Trial, find_changes
 from lightning_fasttrain.doctor.observation.operator_watch import OperatorWatch
 from lightning_fasttrain.doctor.observation.source_lines import Call
 
@@ -84,7 +83,7 @@ def test_a_change_that_cannot_run_does_not_stop_the_training(monkeypatch):
     def fail(tensor):
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr("lightning_fasttrain.doctor.observation.operator_changes._as_float32", fail)
+    monkeypatch.setattr("lightning_fasttrain.doctor.observation.operator_trials._as_float32", fail)
     trials, x = OperatorTrials(budget_s=60.0), torch.rand(16, 16, dtype=torch.float64)
     with watch(trials):
         product = x @ x

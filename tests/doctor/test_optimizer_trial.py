@@ -5,8 +5,8 @@ import copy
 import torch
 from torch import nn
 
-from lightning_fasttrain.doctor.findings.optimizer_step import _copy, _could_be_fused
-from lightning_fasttrain.doctor.observation.update_record import UpdateRecord
+from lightning_fasttrain.doctor.findings.training_faults import _copy, _could_be_fused
+from lightning_fasttrain.doctor.observation.step_records import UpdateRecord
 
 
 def trained(**settings):

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import lightning_fasttrain as ft
 from lightning_fasttrain.bench.gpt import GPTConfig, GPTModule
 from lightning_fasttrain.estimate import count_parameters_by_part, count_step_flops, palm_flops_per_token
-from lightning_fasttrain.estimate.counted_flops import AttentionShape
+from lightning_fasttrain.estimate.flops import AttentionShape
 from lightning_fasttrain.memory import count_flops
 
 ROWS, LENGTH, WIDTH, VOCABULARY = 3, 8, 16, 50

@@ -19,7 +19,7 @@ from lightning_fasttrain.estimate import (
     six_n_flops,
     training_hours,
 )
-from lightning_fasttrain.estimate.transformer_flops import Recomputation
+from lightning_fasttrain.estimate.flops import Recomputation
 
 # GPT-3, tables 2.1 and D.1: layers, width, parameters in millions, PF-days. The widths of XL and 13B are as trained.
 GPT3 = {

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 import lightning_fasttrain as ft
 from lightning_fasttrain.bench.gpt import GPTConfig, GPTModule
 from lightning_fasttrain.memory import allocation_trace
-from lightning_fasttrain.memory.sharded_model import fake_ranks
+from lightning_fasttrain.memory.one_rank import fake_ranks
 from tests.support.nets import TinyLM, lm_batches
 
 

@@ -24,10 +24,11 @@ from lightning_fasttrain.planner.candidates import (
     Budget,
     Choice,
     PredictedMemory,
+    code_of,
+    config_of,
     find_axes,
     switch_of,
 )
-from lightning_fasttrain.planner.catalogue import code_of, config_of
 from lightning_fasttrain.planner.plan import is_decided, is_slower
 from lightning_fasttrain.planner.search import Search
 from lightning_fasttrain.planner.timing import Costs, Stopwatch, Timed, assume_costs, compare_times

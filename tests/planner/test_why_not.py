@@ -8,7 +8,7 @@ import torch
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.cli.main import main
-from lightning_fasttrain.planner.catalogue import known_techniques
+from lightning_fasttrain.planner.candidates import known_techniques
 from tests.support.nets import ShallowLM, lm_batches, trainer
 
 BATCH = lm_batches(1)[0]

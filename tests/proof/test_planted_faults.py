@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.proof.verification import proof as batches_of_a_proof
+from lightning_fasttrain.proof.verification import verify as batches_of_a_proof
 from lightning_fasttrain.proof.verification.digest import take_digest
 from tests.support.nets import TinyLM, lm_batches
 

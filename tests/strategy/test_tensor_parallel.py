@@ -23,7 +23,7 @@ from transformers import (
 from lightning_fasttrain.architecture import mixture_of_depths_, stochastic_depth_
 from lightning_fasttrain.bench.gpt import GPT, GPTConfig
 from lightning_fasttrain.core.modules.blocks import find_blocks
-from lightning_fasttrain.core.modules.split_vocabulary import SplitHead
+from lightning_fasttrain.core.modules.heads import SplitHead
 from lightning_fasttrain.loss import fuse_loss_head_, linear_cross_entropy
 from lightning_fasttrain.loss.loss_inputs import logits_of
 from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import full_checkpoint

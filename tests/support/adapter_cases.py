@@ -22,7 +22,7 @@ import lightning as L
 import peft
 import torch
 
-from lightning_fasttrain.core.machine import hardware, versions
+from lightning_fasttrain.core.device import hardware, versions
 from lightning_fasttrain.finetune import (
     Adapter,
     adapter_names,

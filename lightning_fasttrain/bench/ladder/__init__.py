@@ -2,6 +2,5 @@
 
 It ends in a table, a picture, and code to paste.
 
-From the bottom up: ``results``, ``recorder``, ``verdict``, ``worker``, ``report``, ``rungs``, ``process``,
-``turns``, ``preflight``, ``run_ladder``.
+From the bottom up: ``results``, ``worker``, ``report``, ``rungs``, ``turns``, ``preflight``, ``run_ladder``.
 """

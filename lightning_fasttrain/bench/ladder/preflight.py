@@ -16,7 +16,7 @@ from lightning_fasttrain.bench.ladder.rungs import Rung, choose_rungs, rungs
 from lightning_fasttrain.bench.ladder.turns import FEWEST_TURNS
 from lightning_fasttrain.bench.text import check_enough, encode_text, read_text
 from lightning_fasttrain.core.checks import one_of, positive_int
-from lightning_fasttrain.core.machine import bf16_slowdown, bf16_units
+from lightning_fasttrain.core.device import bf16_slowdown, bf16_units
 from lightning_fasttrain.core.messages import explain
 
 STRONG, BARE, PADDED = "strong", "bare-loop", "padded"

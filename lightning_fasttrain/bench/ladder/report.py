@@ -13,9 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from lightning_fasttrain.bench.ladder.results import Climbed, Row, Top
-from lightning_fasttrain.bench.ladder.verdict import TIME_WORTH, error_of_product
-from lightning_fasttrain.core.files.atomic_write import write_atomic
+from lightning_fasttrain.bench.ladder.results import TIME_WORTH, Climbed, Row, Top, error_of_product
+from lightning_fasttrain.core.files import write_atomic
 from lightning_fasttrain.core.messages import FULL_WIDTH
 
 # In the order in which a narrow terminal goes without them, the last one first.

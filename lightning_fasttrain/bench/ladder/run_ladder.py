@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 
 from lightning_fasttrain.bench.ladder.preflight import BARE, PADDED, STRONG, Ladder
-from lightning_fasttrain.bench.ladder.results import Climbed, Row, State, Top
-from lightning_fasttrain.bench.ladder.rungs import NAIVE, Rung, padded_rungs, strong_baseline, warmup_of
-from lightning_fasttrain.bench.ladder.turns import FEWEST_TURNS, Running, TimeLeft, Turns
-from lightning_fasttrain.bench.ladder.verdict import (
+from lightning_fasttrain.bench.ladder.results import (
     MEMORY_WORTH,
     TIME_WORTH,
+    Climbed,
+    Row,
+    State,
+    Top,
     describe,
     fastest_with_half_the_memory,
     judge_by_memory,
@@ -28,9 +29,11 @@ from lightning_fasttrain.bench.ladder.verdict import (
     ratio_of,
     trainer_verdict,
 )
+from lightning_fasttrain.bench.ladder.rungs import NAIVE, Rung, padded_rungs, strong_baseline, warmup_of
+from lightning_fasttrain.bench.ladder.turns import FEWEST_TURNS, Running, TimeLeft, Turns
 from lightning_fasttrain.bench.ladder.worker import callbacks_of
-from lightning_fasttrain.core.machine import hardware, versions
-from lightning_fasttrain.planner.catalogue import code_of
+from lightning_fasttrain.core.device import hardware, versions
+from lightning_fasttrain.planner.candidates import code_of
 from lightning_fasttrain.planner.timing import Ratio
 from lightning_fasttrain.technique import Exactness
 from lightning_fasttrain.technique.declarations import least_exact

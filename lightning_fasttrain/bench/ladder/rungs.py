@@ -4,8 +4,7 @@ import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from lightning_fasttrain.bench.ladder.results import Row, State
-from lightning_fasttrain.bench.ladder.verdict import MEMORY_WORTH
+from lightning_fasttrain.bench.ladder.results import MEMORY_WORTH, Row, State
 from lightning_fasttrain.core.checks import positive_int
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.model import CompileBlocks

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_fasttrain.checkpoint.loader_state.attributes import Attributes, is_generator
-from lightning_fasttrain.core.files.safe_load import refuse_unreadable
+from lightning_fasttrain.core.files import refuse_unreadable
 from lightning_fasttrain.core.messages import explain, warn
 from lightning_fasttrain.core.modules.wrapped_forward import patch
 from lightning_fasttrain.core.state.rng import SeededSamples, random_state, set_random_state

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from lightning_fasttrain.cli.rehearsal.rehearse_kills import BATCH, ORDERS, SAVE, UPDATE
 from lightning_fasttrain.cli.rehearsal.run_script import end_process
 from lightning_fasttrain.core.host.lightning import accumulation_continues
-from lightning_fasttrain.proof.rehearsal.nested_trainer import find_unrehearsable
-from lightning_fasttrain.proof.rehearsal.state_record import record_state
+from lightning_fasttrain.proof.rehearsal.run_copy import find_unrehearsable
+from lightning_fasttrain.proof.rehearsal.small_run import record_state
 from lightning_fasttrain.proof.verification.digest import Digest
 
 

@@ -9,11 +9,10 @@ import lightning as L
 
 from lightning_fasttrain.cli.rehearsal.run_script import RESULT, SECONDS, VERIFY, end_process
 from lightning_fasttrain.cli.subject import techniques_named
-from lightning_fasttrain.core.files.atomic_write import write_atomic
-from lightning_fasttrain.proof.rehearsal.context import read_batches
-from lightning_fasttrain.proof.rehearsal.nested_trainer import leaving_no_trace
+from lightning_fasttrain.core.files import write_atomic
+from lightning_fasttrain.proof.rehearsal.context import RehearsalError, read_batches
 from lightning_fasttrain.proof.rehearsal.rehearsal import Rehearsal, Rehearsing, is_rehearsing
-from lightning_fasttrain.proof.rehearsal.rehearsal_report import RehearsalError
+from lightning_fasttrain.proof.rehearsal.run_copy import leaving_no_trace
 from lightning_fasttrain.proof.rehearsal.stages import verify_run
 
 

@@ -1,5 +1,4 @@
 """From what was watched to findings, one family a file.
 
-From the bottom up: ``data_waits``, ``training_faults``, ``schedulers``, ``growing_memory``, ``operators``,
-``optimizer_step``, ``run_costs``, ``ranks``.
+From the bottom up: ``operators``, ``training_faults``, ``run_costs``.
 """

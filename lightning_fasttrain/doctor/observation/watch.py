@@ -16,18 +16,15 @@ from lightning_fasttrain.core.checks.annotations import Bounds
 from lightning_fasttrain.core.distributed import from_all_ranks, is_sharded
 from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.core.modules.wrapped_forward import is_compiled
-from lightning_fasttrain.doctor.observation.block_times import BlockTimes
-from lightning_fasttrain.doctor.observation.line_times import LineSampler, LineTracer
-from lightning_fasttrain.doctor.observation.measured import Measured
-from lightning_fasttrain.doctor.observation.module_watch import (
+from lightning_fasttrain.doctor.observation.operator_trials import OperatorTrials
+from lightning_fasttrain.doctor.observation.operator_watch import (
     ModuleWatch,
+    OperatorWatch,
     find_trained_models,
     list_compilations,
 )
-from lightning_fasttrain.doctor.observation.operator_trials import OperatorTrials
-from lightning_fasttrain.doctor.observation.operator_watch import OperatorWatch
-from lightning_fasttrain.doctor.observation.source_lines import SourceLine
-from lightning_fasttrain.doctor.observation.update_record import UpdateRecord
+from lightning_fasttrain.doctor.observation.source_lines import LineSampler, LineTracer, SourceLine
+from lightning_fasttrain.doctor.observation.step_records import BlockTimes, Measured, UpdateRecord
 from lightning_fasttrain.profiling.memory_record import MemoryRecord
 from lightning_fasttrain.profiling.memory_recording import MemoryRecording
 from lightning_fasttrain.profiling.step_timer import PHASES, StepTimer

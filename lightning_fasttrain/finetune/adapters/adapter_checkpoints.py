@@ -9,7 +9,7 @@ import lightning as L
 from torch import Tensor, nn
 
 from lightning_fasttrain.core.checks import check_arguments
-from lightning_fasttrain.core.files.safe_load import CorruptCheckpoint, read_archive
+from lightning_fasttrain.core.files import CorruptCheckpoint, read_archive
 from lightning_fasttrain.core.host.lightning import replicates
 from lightning_fasttrain.core.messages import explain, warn
 from lightning_fasttrain.core.modules.select import is_part_of

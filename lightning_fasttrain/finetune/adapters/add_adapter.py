@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from lightning_fasttrain.core.checks import check_arguments
-from lightning_fasttrain.core.files.safe_load import first_line
+from lightning_fasttrain.core.files import first_line
 from lightning_fasttrain.core.host.late_parameters import notices_late_parameters
 from lightning_fasttrain.core.messages import explain, list_some, say, warn
 from lightning_fasttrain.core.modules.heads import find_heads

@@ -24,7 +24,7 @@ from lightning_fasttrain.finetune.selection.float32_adapters import let_round_
 from lightning_fasttrain.finetune.selection.qualified_names import list_trainable, names_in
 from lightning_fasttrain.finetune.selection.targets import ALL_LINEAR, Targets, require_peft
 from lightning_fasttrain.technique import Capability, Conflict, Exactness, Setting, Surgery, Technique
-from lightning_fasttrain.technique.weight_averages import conflict_with_early_averages, refuse_average_before
+from lightning_fasttrain.technique.technique import conflict_with_early_averages, refuse_average_before
 
 if TYPE_CHECKING:
     from peft import PeftConfig

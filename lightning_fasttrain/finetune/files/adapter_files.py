@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_fasttrain.core.checks import check_arguments
-from lightning_fasttrain.core.files.safe_load import open_safetensors
+from lightning_fasttrain.core.files import open_safetensors
 from lightning_fasttrain.core.messages import explain, warn
 from lightning_fasttrain.core.modules.select import list_names_above
 from lightning_fasttrain.core.state.rng import keep_random_state

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from lightning_fasttrain.core.checks import require
-from lightning_fasttrain.core.files.atomic_write import write_atomic
-from lightning_fasttrain.core.files.safe_load import open_safetensors
+from lightning_fasttrain.core.files import open_safetensors, write_atomic
 from lightning_fasttrain.core.messages import warn_on_any_rank
 from lightning_fasttrain.core.modules.parameters import bytes_of, quantized_tensors
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from lightning_fasttrain.core.files.safe_load import local_path, open_safetensors, read_json
+from lightning_fasttrain.core.files import local_path, open_safetensors, read_json
 from lightning_fasttrain.core.messages import explain, list_some
 from lightning_fasttrain.finetune.selection.qualified_names import names_not_in
 

@@ -11,11 +11,15 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_fasttrain.core.checks import NonNegativeFloat, check_arguments
 from lightning_fasttrain.core.device import return_unused_memory
-from lightning_fasttrain.proof.rehearsal.context import Rehearsed, find_window, read_batches
+from lightning_fasttrain.proof.rehearsal.context import (
+    RehearsalError,
+    RehearsalReport,
+    Rehearsed,
+    find_window,
+    read_batches,
+)
 from lightning_fasttrain.proof.rehearsal.disk_space import find_places, refuse_bad_folders, temporary_folder
-from lightning_fasttrain.proof.rehearsal.nested_trainer import find_unrehearsable, leaving_no_trace
-from lightning_fasttrain.proof.rehearsal.rehearsal_report import RehearsalError, RehearsalReport
-from lightning_fasttrain.proof.rehearsal.run_copy import RunCopy, copy_run
+from lightning_fasttrain.proof.rehearsal.run_copy import RunCopy, copy_run, find_unrehearsable, leaving_no_trace
 from lightning_fasttrain.proof.rehearsal.stages import (
     describe_saving,
     measure_checkpoint,

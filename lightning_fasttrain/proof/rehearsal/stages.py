@@ -12,22 +12,27 @@ from lightning.pytorch.callbacks import EarlyStopping
 
 from lightning_fasttrain.checkpoint.atomic_checkpoints import AtomicCheckpointIO
 from lightning_fasttrain.checkpoint.exact_resume import ExactResume
-from lightning_fasttrain.core.files.safe_load import first_line
+from lightning_fasttrain.core.files import first_line
 from lightning_fasttrain.core.messages import explain, list_some
 from lightning_fasttrain.profiling.memory_record import format_bytes
-from lightning_fasttrain.proof.rehearsal.context import Rehearsed, explain_errors, fill_up
+from lightning_fasttrain.proof.rehearsal.context import (
+    RehearsalError,
+    Rehearsed,
+    describe_batch,
+    explain_errors,
+    fill_up,
+)
 from lightning_fasttrain.proof.rehearsal.disk_space import (
     bytes_on_disk,
     describe_free_space,
     saves_within_epochs,
     writers_of,
 )
-from lightning_fasttrain.proof.rehearsal.nested_trainer import devices_again, one_device_again
-from lightning_fasttrain.proof.rehearsal.peek_batches import describe_batch
-from lightning_fasttrain.proof.rehearsal.rehearsal_report import RehearsalError
-from lightning_fasttrain.proof.rehearsal.run_copy import RunCopy
-from lightning_fasttrain.proof.rehearsal.small_run import Course, Follower, Saving
-from lightning_fasttrain.proof.rehearsal.state_record import (
+from lightning_fasttrain.proof.rehearsal.run_copy import RunCopy, devices_again, one_device_again
+from lightning_fasttrain.proof.rehearsal.small_run import (
+    Course,
+    Follower,
+    Saving,
     describe,
     describe_change,
     measure_distance,

@@ -3,5 +3,5 @@
 Differences are measured against the rounding noise of the plain step on that model.
 
 From the bottom up: ``digest``, ``short_run``, ``record_steps``, ``first_difference``, ``compare_records``, ``report``,
-``vacuous_checks``, ``proof``, ``verify``.
+``verify``.
 """

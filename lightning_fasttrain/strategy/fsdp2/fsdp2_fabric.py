@@ -21,7 +21,7 @@ from lightning_fasttrain.core.host.lightning import BackwardSyncControl, Statefu
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.blocks import Blocks
 from lightning_fasttrain.core.modules.parameters import parameters_of
-from lightning_fasttrain.core.state.select_entries import without
+from lightning_fasttrain.core.state.values import without
 from lightning_fasttrain.strategy.fsdp2.broadcast_weights import share_buffers_
 from lightning_fasttrain.strategy.fsdp2.shard_blocks import (
     check_sharded,

@@ -35,8 +35,7 @@ from lightning_fasttrain.checkpoint.newest_checkpoint import KEY, step_in
 from lightning_fasttrain.checkpoint.remote_checkpoint import remote_folder
 from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.distributed import agree_on_all_ranks
-from lightning_fasttrain.core.files.atomic_write import write_atomic
-from lightning_fasttrain.core.files.safe_load import (
+from lightning_fasttrain.core.files import (
     MOST_AXES,
     CorruptCheckpoint,
     as_corrupt,
@@ -45,10 +44,11 @@ from lightning_fasttrain.core.files.safe_load import (
     read_archive,
     read_json,
     refuse_unreadable,
+    write_atomic,
 )
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.parameters import parameters_of
-from lightning_fasttrain.core.state.select_entries import find_by_parameter, only, replace_at, split_tensors
+from lightning_fasttrain.core.state.values import find_by_parameter, only, replace_at, split_tensors
 from lightning_fasttrain.strategy.fsdp2.sharded_optimizer import (
     is_taken_apart,
     join,

@@ -7,7 +7,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.select import has_parameters, is_inside
-from lightning_fasttrain.core.state.select_entries import without
+from lightning_fasttrain.core.state.values import without
 from lightning_fasttrain.strategy.tensor_parallel.divisors import heads_of, refuse_indivisible_heads
 from lightning_fasttrain.strategy.tensor_parallel.styles import (
     ColumnParallel,

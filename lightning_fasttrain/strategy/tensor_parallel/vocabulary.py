@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from lightning_fasttrain.core.messages import explain, note_once
-from lightning_fasttrain.core.modules.split_vocabulary import SplitHead
+from lightning_fasttrain.core.modules.heads import SplitHead
 from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, wrappers_on
 from lightning_fasttrain.loss.fused_loss_head import FusedHead
 from lightning_fasttrain.strategy.tensor_parallel.layouts import REPLICATED, Layout, split_intervals

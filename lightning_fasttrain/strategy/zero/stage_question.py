@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_fasttrain.core.host.lightning import training_loader
 from lightning_fasttrain.core.messages import explain, say
 from lightning_fasttrain.core.state.rng import random_state, set_random_state
-from lightning_fasttrain.core.state.select_entries import without
+from lightning_fasttrain.core.state.values import without
 from lightning_fasttrain.strategy.fsdp2.sharding import Sharding
 from lightning_fasttrain.strategy.memory_limits import check_headroom
 from lightning_fasttrain.strategy.zero.zero_states import STAGES

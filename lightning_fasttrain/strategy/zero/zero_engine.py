@@ -18,7 +18,7 @@ from lightning_fasttrain.core.host.optimizer_steps import gradient_norm
 from lightning_fasttrain.core.messages import explain, note_once
 from lightning_fasttrain.core.modules.parameters import gradients_of, trained_parameters
 from lightning_fasttrain.core.modules.wrapped_forward import patch, patched
-from lightning_fasttrain.core.state.select_entries import only, without
+from lightning_fasttrain.core.state.values import only, without
 from lightning_fasttrain.finetune.selection.float32_adapters import let_round_
 from lightning_fasttrain.optim.schedule.build_schedule import Schedule, count_by_engine
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fasttrain.core.files.safe_load import CorruptCheckpoint, as_corrupt, local_path, refuse_unfit
+from lightning_fasttrain.core.files import CorruptCheckpoint, as_corrupt, local_path, refuse_unfit
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.core.state.select_entries import without
+from lightning_fasttrain.core.state.values import without
 
 
 class Inert(dict):

@@ -23,7 +23,7 @@ from lightning_fasttrain.core.distributed import rank_count, rank_here, smallest
 from lightning_fasttrain.core.host.late_parameters import refuse_earlier_shards
 from lightning_fasttrain.core.messages import explain, say, wide_enough
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
-from lightning_fasttrain.core.state.select_entries import only
+from lightning_fasttrain.core.state.values import only
 from lightning_fasttrain.memory.one_rank import RankStates
 from lightning_fasttrain.strategy.memory_limits import (
     Fit,

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_fasttrain.core.checks import NonNegativeInt, PositiveInt, check_arguments, one_of
 from lightning_fasttrain.core.modules.parameters import bytes_of, count_uses
-from lightning_fasttrain.core.state.select_entries import without
+from lightning_fasttrain.core.state.values import without
 from lightning_fasttrain.finetune.quantized.quantized_layer import is_quantized, quantization_of
 from lightning_fasttrain.memory.fake_step import fake_module
 from lightning_fasttrain.memory.one_rank import RankStates

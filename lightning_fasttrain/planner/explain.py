@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.memory.fake_step import Factory, fake_model
 from lightning_fasttrain.memory.predict_memory import Loss
-from lightning_fasttrain.planner.advice.why_not import TrainingSetup, find_setup
+from lightning_fasttrain.planner.why_not import TrainingSetup, find_setup
 from lightning_fasttrain.proof.verification.short_run import quietly
 from lightning_fasttrain.technique import Technique
 from lightning_fasttrain.technique.declarations import PredictedStep

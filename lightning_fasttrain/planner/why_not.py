@@ -25,7 +25,7 @@ from lightning_fasttrain.memory.predict_memory import PRECISIONS, Loss, predict_
 from lightning_fasttrain.micro_batching import MicroBatching
 from lightning_fasttrain.model import LowPrecisionProducts
 from lightning_fasttrain.model.kernels.low_precision_products import usual_kind
-from lightning_fasttrain.planner.catalogue import known_techniques
+from lightning_fasttrain.planner.candidates import known_techniques
 from lightning_fasttrain.proof.verification.short_run import quietly
 from lightning_fasttrain.technique import Technique, check_together
 from lightning_fasttrain.technique.declarations import (
