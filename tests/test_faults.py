@@ -74,7 +74,7 @@ def test_negative_control_without_putting_back_the_retry_differs(monkeypatch):
                 n *= 2
 
     careful = run(Hungry(limit=2), micro_batching())
-    monkeypatch.setattr("lightning_fasttrain.micro_batching.closure.micro_batch_closure.split_until_it_fits", careless)
+    monkeypatch.setattr("lightning_fasttrain.micro_batching.micro_batch_closure.split_until_it_fits", careless)
     assert largest_difference(careful, run(Hungry(limit=2), micro_batching())) > 1e-4
 
 

@@ -71,7 +71,7 @@ NAMES = {
             "loaders/sample_guard",
             "proof/rehearsal/context",
             "checkpoint/resume_state",
-            "checkpoint/loader_state/persistent_workers",
+            "checkpoint/loader_state/dataset_state",
         ],
     ),  # torch's too
     "_prepare_dataloader": (f"{CONNECTORS}.data_connector", ["core/host/loader_wrapper"]),

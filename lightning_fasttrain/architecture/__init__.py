@@ -1,6 +1,6 @@
 """Techniques that change the model's architecture: what it computes in training, or which parameters it has.
 
-From the bottom up: ``auxiliary_loss``, ``expert_layers``, ``residual_form``, ``drop_bias_before_norm``, ``find_mlps``,
+From the bottom up: ``auxiliary_loss``, ``expert_layers``, ``drop_bias_before_norm``, ``residual_blocks``,
 ``init_residual``, ``mixture_of_depths``, ``stochastic_depth``, ``upcycling``.
 """
 

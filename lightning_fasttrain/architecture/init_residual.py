@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from lightning_fasttrain.architecture.find_mlps import ATTENTION, choose_blocks, find_mlps, sizes_of
+from lightning_fasttrain.architecture.residual_blocks import ATTENTION, choose_blocks, find_mlps, sizes_of
 from lightning_fasttrain.core.checks import PositiveFloat, check_arguments
 from lightning_fasttrain.core.messages import explain, list_some
 from lightning_fasttrain.core.modules.blocks import Blocks

@@ -17,9 +17,9 @@ from lightning_fasttrain.architecture.auxiliary_loss import (
     conflicts_of_losses,
     train_auxiliary_losses_,
 )
-from lightning_fasttrain.architecture.find_mlps import choose_blocks
-from lightning_fasttrain.architecture.residual_form import (
+from lightning_fasttrain.architecture.residual_blocks import (
     ResidualForm,
+    choose_blocks,
     find_hidden,
     find_residual_form,
     first_output,

@@ -7,9 +7,9 @@ import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 
-from lightning_fasttrain.architecture.find_mlps import choose_blocks
-from lightning_fasttrain.architecture.residual_form import (
+from lightning_fasttrain.architecture.residual_blocks import (
     ResidualForm,
+    choose_blocks,
     find_hidden,
     find_residual_form,
     first_output,

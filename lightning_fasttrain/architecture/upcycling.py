@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_fasttrain.architecture.auxiliary_loss import conflicts_of_losses, train_auxiliary_losses_
 from lightning_fasttrain.architecture.expert_layers import ExpertLinear, ExpertRouter, RefuseBetween, Role
-from lightning_fasttrain.architecture.find_mlps import Mlp, choose_blocks, find_mlps
+from lightning_fasttrain.architecture.residual_blocks import Mlp, choose_blocks, find_mlps
 from lightning_fasttrain.core.checks import NonNegativeFloat, PositiveInt, check_arguments
 from lightning_fasttrain.core.host.late_parameters import notices_late_parameters
 from lightning_fasttrain.core.messages import explain, list_some, number_of

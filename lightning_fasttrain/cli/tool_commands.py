@@ -67,7 +67,7 @@ def draw_schedule(options: argparse.Namespace) -> None:
     """Run ``fasttrain schedule``: a learning rate over a run, drawn before it is run."""
     from rich.console import Console
 
-    from lightning_fasttrain.optim.schedule.schedule_shapes import draw_text, read_request, sample_rates, save_picture
+    from lightning_fasttrain.optim.schedule_shapes import draw_text, read_request, sample_rates, save_picture
 
     marks = [mark for mark in options.at.split(",") if mark]
     with refusing(ValueError, OSError, ModuleNotFoundError):

@@ -10,8 +10,7 @@ from lightning_fasttrain.core.files import write_atomic
 from lightning_fasttrain.core.messages import format_bytes, format_ms, number_of
 from lightning_fasttrain.doctor.diagnosis import Diagnosis, Finding, describe_cost
 from lightning_fasttrain.doctor.observation.step_records import LineTime
-from lightning_fasttrain.profiling.memory_files import COLOURS
-from lightning_fasttrain.profiling.memory_record import CATEGORIES, MemoryRecord
+from lightning_fasttrain.profiling.memory_record import CATEGORIES, COLOURS, MemoryRecord
 
 # Phase → colour, and what a reader sees.
 PHASES = {

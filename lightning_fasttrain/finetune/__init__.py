@@ -2,8 +2,8 @@
 
 Each subpackage imports only those listed before it.
 
-From the bottom up: ``selection``, ``frozen_cache``, ``quantized``, ``adapters``, ``prompts``, ``files``,
-``account_bytes``.
+From the bottom up: ``selection``, ``frozen_cache``, ``quantized``, ``adapters``, ``account_bytes``, ``prompt_tuning``,
+``files``.
 """
 
 from typing import TYPE_CHECKING
@@ -33,12 +33,11 @@ if TYPE_CHECKING:
     from lightning_fasttrain.finetune.files.adapter_files import load_adapter_, save_adapter
     from lightning_fasttrain.finetune.files.export_model import export_model
     from lightning_fasttrain.finetune.frozen_cache.frozen_cache import FrozenCache, cache_frozen_
-    from lightning_fasttrain.finetune.prompts.add_prompt import add_prompt_
-    from lightning_fasttrain.finetune.prompts.prompt_tuning import PrefixTuning, PromptTuning
+    from lightning_fasttrain.finetune.prompt_tuning import PrefixTuning, PromptTuning, add_prompt_
     from lightning_fasttrain.finetune.quantized.load_quantized import load_quantized
     from lightning_fasttrain.finetune.quantized.quantized_base import QuantizedBase, QuantizedReport, quantize_base_
     from lightning_fasttrain.finetune.quantized.quantized_layer import dequantized_weight, quantized_bytes
-    from lightning_fasttrain.finetune.quantized.quantized_state import keep_quantized_
+    from lightning_fasttrain.finetune.quantized.quantized_tensor import keep_quantized_
     from lightning_fasttrain.finetune.selection.base_fingerprint import base_fingerprint
     from lightning_fasttrain.finetune.selection.freezing import freeze_, freeze_except_, unfreeze_
     from lightning_fasttrain.finetune.selection.gradual_unfreezing import GradualUnfreezing, Unfreezing

@@ -1,7 +1,7 @@
 """Wrap data loaders: prefetch batches, replace bad samples, share out batches, and grow batches during training.
 
-From the bottom up: ``device_prefetch``, ``even_epochs``, ``sample_guard``, ``global_batches``, ``global_batch``,
-``growth_schedule``, ``batch_size_warmup``, ``sequence_length_warmup``, ``progressive_resizing``.
+From the bottom up: ``device_prefetch``, ``even_epochs``, ``sample_guard``, ``global_batch``, ``growth_schedule``,
+``batch_size_warmup``, ``sequence_length_warmup``, ``progressive_resizing``.
 """
 
 from typing import TYPE_CHECKING
@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from lightning_fasttrain.loaders.batch_size_warmup import BatchSizeWarmup, grow_windows, scale_rates_
     from lightning_fasttrain.loaders.device_prefetch import DevicePrefetch, prefetch_to_device
     from lightning_fasttrain.loaders.even_epochs import EvenEpochs, even_epochs
-    from lightning_fasttrain.loaders.global_batch import GlobalBatch
-    from lightning_fasttrain.loaders.global_batches import global_batches
+    from lightning_fasttrain.loaders.global_batch import GlobalBatch, global_batches
     from lightning_fasttrain.loaders.growth_schedule import Growth
     from lightning_fasttrain.loaders.progressive_resizing import (
         ProgressiveResizing,

@@ -18,7 +18,7 @@ from lightning_fasttrain.core.checks import PositiveFloat, PositiveInt, check_ar
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, first_line
 from lightning_fasttrain.loaders.growth_schedule import GrowingBatches, Growth, grow_batches
-from lightning_fasttrain.micro_batching.normalizer.find_count import stage_of, stage_of_trainer
+from lightning_fasttrain.micro_batching.normalizer.find_split import stage_of, stage_of_trainer
 from lightning_fasttrain.technique import Exactness
 from lightning_fasttrain.technique.run_length import LENGTHS, Length
 from lightning_fasttrain.trial.runs import Trial, loss_of

@@ -43,7 +43,7 @@ from lightning_fasttrain.memory.memory_report import MemoryReport, join_range, p
 from lightning_fasttrain.memory.one_rank import OneRank
 from lightning_fasttrain.micro_batching.accumulate_gradients import loss_of
 from lightning_fasttrain.optim.named.build_optimizer import make_optimizer
-from lightning_fasttrain.optim.named.state_bytes import early_state, make_twin, tensors_in
+from lightning_fasttrain.optim.named.optimizer_state import early_state, make_twin, tensors_in
 from lightning_fasttrain.technique import Technique, check_together
 from lightning_fasttrain.technique.declarations import PredictedStep
 

@@ -4,8 +4,9 @@
 ``out_of_memory`` finds how many micro-batches fit, ``padding`` removes what is not computed with, and
 ``token_weighted_accumulation`` sums several batches.
 
-From the bottom up: ``out_of_memory``, ``normalizer``, ``padding``, ``step_gradients``, ``backbone``,
-``accumulate_gradients``, ``closure``, ``micro_batching``, ``token_weighted_accumulation``.
+From the bottom up: ``out_of_memory``, ``normalizer``, ``padding``, ``step_gradients``, ``micro_batch_forward``,
+``find_backbone``, ``accumulate_gradients``, ``micro_batch_logging``, ``micro_batch_closure``, ``micro_batching``,
+``token_weighted_accumulation``.
 """
 
 from typing import TYPE_CHECKING
@@ -16,10 +17,10 @@ import_names_when_used(__name__)
 if TYPE_CHECKING:
     from lightning_fasttrain.core.batch.leaves import split_batch
     from lightning_fasttrain.micro_batching.accumulate_gradients import accumulate_gradients, accumulate_window
-    from lightning_fasttrain.micro_batching.backbone.micro_batch_forward import micro_batch_forward_
+    from lightning_fasttrain.micro_batching.micro_batch_forward import micro_batch_forward_
     from lightning_fasttrain.micro_batching.micro_batching import MicroBatching
     from lightning_fasttrain.micro_batching.normalizer.count_targets import count_next_tokens, count_targets
-    from lightning_fasttrain.micro_batching.normalizer.find_count import find_count
+    from lightning_fasttrain.micro_batching.normalizer.find_split import find_count
     from lightning_fasttrain.micro_batching.out_of_memory import split_until_it_fits
     from lightning_fasttrain.micro_batching.padding.pack import PackedDocuments, check_documents, pack
     from lightning_fasttrain.micro_batching.padding.packed_forward import remove_padding_

@@ -15,7 +15,7 @@ from lightning_fasttrain.core.batch.leaves import batch_size, list_tensors
 from lightning_fasttrain.core.checks import PositiveInt, check_arguments
 from lightning_fasttrain.core.distributed import from_all_ranks, rank_count
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.micro_batching.backbone.find_backbone import (
+from lightning_fasttrain.micro_batching.find_backbone import (
     OUT_OF_TRIES,
     TRIES,
     BatchSearch,
@@ -23,10 +23,9 @@ from lightning_fasttrain.micro_batching.backbone.find_backbone import (
     guess_split,
     is_guess,
 )
-from lightning_fasttrain.micro_batching.backbone.micro_batch_forward import Backbone
+from lightning_fasttrain.micro_batching.micro_batch_forward import Backbone
 from lightning_fasttrain.micro_batching.normalizer.count_targets import Count, CountRule, named_count
-from lightning_fasttrain.micro_batching.normalizer.find_count import stage_of
-from lightning_fasttrain.micro_batching.normalizer.find_split import CannotSplitError
+from lightning_fasttrain.micro_batching.normalizer.find_split import CannotSplitError, stage_of
 from lightning_fasttrain.micro_batching.normalizer.split_rule import LossSplit, OtherSplitError, WholeBatchNormalizer
 from lightning_fasttrain.micro_batching.normalizer.step_weights import StepWeights
 from lightning_fasttrain.micro_batching.padding.trim_search import TrimPadding, TrimSearch, check_budget

@@ -13,8 +13,8 @@ from lightning_fasttrain.core.host.lightning import refuse_static_graph
 from lightning_fasttrain.core.messages import explain, number_of
 from lightning_fasttrain.core.modules.select import as_list
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
-from lightning_fasttrain.micro_batching.backbone.find_backbone import Through
-from lightning_fasttrain.micro_batching.closure.micro_batch_closure import BatchClosures
+from lightning_fasttrain.micro_batching.find_backbone import Through
+from lightning_fasttrain.micro_batching.micro_batch_closure import BatchClosures
 from lightning_fasttrain.micro_batching.normalizer.count_targets import (
     Count,
     CountRule,

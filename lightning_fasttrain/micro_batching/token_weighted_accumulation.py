@@ -21,7 +21,7 @@ from lightning_fasttrain.core.host.optimizer_steps import unwrap_optimizer
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
-from lightning_fasttrain.micro_batching.closure.micro_batch_closure import BatchClosures
+from lightning_fasttrain.micro_batching.micro_batch_closure import BatchClosures
 from lightning_fasttrain.micro_batching.normalizer.count_targets import (
     Count,
     CountRule,

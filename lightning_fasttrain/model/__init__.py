@@ -2,8 +2,8 @@
 
 Activations that blocks save for the backward are recomputed or offloaded; blocks are compiled, or multiply in 8 bits.
 
-From the bottom up: ``kernels``, ``tiling``, ``activation_offload``, ``activation_checkpointing``, ``compile``,
-``memory_budget``.
+From the bottom up: ``kernels``, ``activation_offload``, ``activation_checkpointing``, ``compile``, ``memory_budget``,
+``tiled_forward``, ``tiled_mlp``.
 """
 
 from typing import TYPE_CHECKING
@@ -27,8 +27,11 @@ if TYPE_CHECKING:
         CompileWatch,
         compile_blocks_,
     )
-    from lightning_fasttrain.model.kernels.attention_backend import AttentionBackend, attention_backend_
-    from lightning_fasttrain.model.kernels.attention_trial import AttentionChoice
+    from lightning_fasttrain.model.kernels.attention_backend import (
+        AttentionBackend,
+        AttentionChoice,
+        attention_backend_,
+    )
     from lightning_fasttrain.model.kernels.channels_last import ChannelsLast, channels_last_
     from lightning_fasttrain.model.kernels.cudnn_benchmark import CudnnBenchmark, cudnn_benchmark_
     from lightning_fasttrain.model.kernels.low_precision_products import (
@@ -39,7 +42,7 @@ if TYPE_CHECKING:
     from lightning_fasttrain.model.kernels.matmul_precision import MatmulPrecision, matmul_precision_
     from lightning_fasttrain.model.memory_budget.checkpoint_plan import BlockPlan, CheckpointPlan
     from lightning_fasttrain.model.memory_budget.memory_budget import MemoryBudget
-    from lightning_fasttrain.model.tiling.tiled_mlp import TiledMLP, tile_mlps_
+    from lightning_fasttrain.model.tiled_mlp import TiledMLP, tile_mlps_
 
 __all__ = [
     "ActivationCheckpointing",

@@ -1,7 +1,7 @@
 """Measure a run: time and throughput of its steps, its memory over time, and the noise of its gradients.
 
-From the bottom up: ``memory_record``, ``memory_files``, ``memory_meter``, ``memory_recording``, ``memory_timeline``,
-``noise_scale``, ``gradient_noise_scale``, ``step_timer``, ``step_meter``.
+From the bottom up: ``memory_record``, ``memory_meter``, ``memory_recording``, ``memory_timeline``,
+``gradient_noise_scale``, ``step_meter``.
 """
 
 from typing import TYPE_CHECKING
@@ -12,15 +12,12 @@ import_names_when_used(__name__)
 if TYPE_CHECKING:
     from lightning_fasttrain.core.device import peak_flops
     from lightning_fasttrain.core.peak_memory import PeakMemory
-    from lightning_fasttrain.profiling.gradient_noise_scale import GradientNoiseScale
-    from lightning_fasttrain.profiling.memory_files import draw_memory, save_memory_record
+    from lightning_fasttrain.profiling.gradient_noise_scale import GradientNoiseScale, NoiseScale, split_gradient_noise
     from lightning_fasttrain.profiling.memory_meter import MemoryMeter
-    from lightning_fasttrain.profiling.memory_record import MemoryRecord
+    from lightning_fasttrain.profiling.memory_record import MemoryRecord, draw_memory, save_memory_record
     from lightning_fasttrain.profiling.memory_recording import MemoryRecording
     from lightning_fasttrain.profiling.memory_timeline import MemoryTimeline
-    from lightning_fasttrain.profiling.noise_scale import NoiseScale, split_gradient_noise
-    from lightning_fasttrain.profiling.step_meter import StepMeter, compare_ranks
-    from lightning_fasttrain.profiling.step_timer import StepTimer
+    from lightning_fasttrain.profiling.step_meter import StepMeter, StepTimer, compare_ranks
 
 __all__ = [
     "GradientNoiseScale",

@@ -1,19 +1,285 @@
-"""Measure the gradient noise scale of a training run, which estimates its critical batch size."""
+"""GradientNoiseScale: measure the noise of gradients, and the batch size up to which more samples pay."""
 
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import lightning as L
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_fasttrain.core.batch import count_batch
-from lightning_fasttrain.core.checks import PositiveInt, Share
+from lightning_fasttrain.core.batch import count_batch, loss_in
+from lightning_fasttrain.core.checks import PositiveInt, Share, check_arguments
 from lightning_fasttrain.core.device import AsyncReading
+from lightning_fasttrain.core.distributed import rank_count
 from lightning_fasttrain.core.host.lightning import accumulation_continues, is_time_to_log, log_to_all, replicates
 from lightning_fasttrain.core.messages import explain, number_of
+from lightning_fasttrain.core.modules.parameters import trained_parameters, values_of
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
-from lightning_fasttrain.profiling.noise_scale import NoiseScale, divide_noise
 from lightning_fasttrain.technique import Capability, Conflict, Technique
+
+
+@check_arguments
+def split_gradient_noise(part_norms: Tensor, sizes: Tensor, whole_norm: Tensor) -> tuple[Tensor, Tensor]:
+    """Estimate the squared norm of the true gradient, and the trace of the covariance of samples, both without bias.
+
+    A batch of B samples is the sum of parts of B_i samples, with the mean gradients g_i and the shares w_i = B_i / B::
+
+        |G|² ≈ (|g|² - Σ w_i² |g_i|²) / (1 - Σ w_i²)        tr(Σ) ≈ B (|g|² - |G|²)
+
+    Args:
+        part_norms: squared norms |g_i|² of the parts' mean gradients, of shape (n,).
+        sizes: samples B_i of each part, of shape (n,).
+        whole_norm: squared norm |g|² of the mean gradient of the batch, a 0-dimensional tensor.
+
+    Returns:
+        |G|² and tr(Σ), on the device of the arguments. Either may be negative where noise prevails; their means over
+        many steps are right. The simple noise scale is tr(Σ) / |G|², in samples.
+
+    Example:
+        >>> signal, noise = split_gradient_noise(torch.tensor([4.0, 4.0]), torch.tensor([8.0, 8.0]), torch.tensor(3.0))
+        >>> float(signal), float(noise), float(noise / signal)
+        (2.0, 16.0, 8.0)
+
+    Source:
+        McCandlish et al. 2018, appendix A.1, https://arxiv.org/abs/1812.06162, there for parts of equal size.
+    """
+    return _solve(_sums_of(part_norms, sizes), whole_norm)
+
+
+def _sums_of(part_norms: Tensor, sizes: Tensor) -> Tensor:
+    """Return Σ B_i² |g_i|², Σ B_i² and Σ B_i, which add up over ranks."""
+    squares = sizes * sizes
+    return torch.stack([(squares * part_norms).sum(), squares.sum(), sizes.sum()])
+
+
+def _solve(sums: Tensor, whole_norm: Tensor) -> tuple[Tensor, Tensor]:
+    batch = sums[2]
+    shares = sums[:2] / (batch * batch)
+    signal = (whole_norm - shares[0]) / (1 - shares[1])
+    return signal, batch * (whole_norm - signal)
+
+
+@dataclass
+class _Part:
+    """One backward of a step.
+
+    Attributes:
+        samples, tokens: of its batch.
+        weight: gradient of the step's loss with respect to the loss of this backward.
+        norms: index of a parameter → squared norm of what this backward added to its gradient.
+    """
+
+    samples: int
+    tokens: int
+    weight: Tensor
+    norms: dict[int, Tensor] = field(default_factory=dict)
+
+
+class NoiseScale:
+    """Measures the gradient noise scale from the backwards that add up to a step, in any training loop.
+
+    Each backward is one part of the step: of a micro-batch, of an accumulated batch, and of each rank under DDP. The
+    squared norm of what it adds to a gradient is computed as it arrives, so no gradient is stored, and the training is
+    bitwise the same. The weight of its loss is divided out. Moving averages of |G|² and tr(Σ) stay on the device.
+
+    Args:
+        model: the model; parameters must not be sharded.
+        decay: of the moving averages.
+
+    Attributes:
+        measured: number of steps that were measured.
+
+    Raises:
+        RuntimeError: in ``measure``: a backward of another loss than that of a watched step.
+
+    Example:
+        >>> net, data = nn.Linear(3, 1), torch.randn(8, 3)
+        >>> noise = NoiseScale(net)
+        >>> step = noise.watch(lambda batch: (net(batch) - 1).square().mean())
+        >>> with noise.measure():  # one step, until its gradient is complete and not yet clipped
+        ...     for part in data.split(2):
+        ...         (step(part) / 4).backward()
+        >>> noise.measured, noise.samples is not None
+        (1, True)
+
+    Source:
+        McCandlish et al. 2018, https://arxiv.org/abs/1812.06162, the simple noise scale tr(Σ) / |G|² of section 2.2.
+        The estimators are those of appendix A.1. Checked against a regression whose noise scale is known.
+    """
+
+    @check_arguments
+    def __init__(self, model: nn.Module, decay: Share = 0.95) -> None:
+        self.model, self.decay = model, decay
+        self.measured = 0
+        self.tokens_per_sample = 0.0
+        self._averages: Tensor | None = None  # of |G|² and tr(Σ); both begin at 0, which cancels in their ratio
+        self._parts: list[_Part] | None = None  # None outside of a measured step
+        self._parameters: list[nn.Parameter] = []
+        self._several: set[int] = set()  # parameters with several contributions in one backward
+        self._unknown = False
+        self._hooks: list[Any] = []
+
+    @property
+    def samples(self) -> float | None:
+        """The noise scale in samples; infinity while noise hides the gradient, None before anything was measured."""
+        if not self.measured or self._averages is None:
+            return None
+        return divide_noise(*self.averages().wait())
+
+    @property
+    def tokens(self) -> float | None:
+        """The noise scale in tokens, for the tokens of a sample in the last measured step; None without tokens."""
+        if not self.samples or not self.tokens_per_sample:
+            return None
+        return self.samples * self.tokens_per_sample
+
+    def averages(self) -> AsyncReading:
+        """Begin to read the moving averages of |G|² and tr(Σ), without waiting for the device."""
+        return AsyncReading(torch.zeros(2) if self._averages is None else self._averages)
+
+    def watch(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a step, a function of a batch that returns its mean loss, so that the weight of its loss is known."""
+
+        @functools.wraps(step)
+        def watched(*args: object, **kwargs: object) -> Any:
+            output = step(*args, **kwargs)
+            if self._parts is not None and output is not None:
+                loss = loss_in(output, "its gradient is measured")
+                if loss.requires_grad:
+                    samples, tokens = count_batch([*args, *kwargs.values()][0])
+                    loss.register_hook(functools.partial(self._begin_part, max(samples, 1), tokens))
+            return output
+
+        return watched
+
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        """Measure the step whose backwards run inside; on leaving, gradients are complete and not yet clipped."""
+        self.begin()
+        try:
+            yield
+        except BaseException:
+            self.stop()
+            raise
+        self.finish()
+
+    def begin(self) -> None:
+        """Measure the backwards from now on."""
+        self.stop()
+        self._parts, self._unknown = [], False
+        self._parameters = trained_parameters(self.model)
+        with torch.enable_grad():
+            for index, parameter in enumerate(self._parameters):
+                # Not a hook of the tensor, which torch.autograd.grad would call too.
+                node: Any = parameter.expand_as(parameter).grad_fn
+                accumulate = node.next_functions[0][0]
+                hook = accumulate.register_prehook(functools.partial(self._note, index))
+                self._hooks.append((hook, accumulate))  # autograd itself holds the node weakly
+
+    def stop(self) -> None:
+        """Stop without a result."""
+        for hook, _ in self._hooks:
+            hook.remove()
+        self._hooks, self._parts, self._parameters = [], None, []
+        self._several = set()
+
+    def finish(self, samples: int | None = None) -> None:
+        """Add the measured step to the averages; all ranks must call it. The host does not wait for the device.
+
+        Args:
+            samples: samples of the step on this rank; a step whose parts have another number is left out.
+        """
+        parts = [part for part in self._parts or [] if part.norms]
+        parameters, several, unknown = self._parameters, self._several, self._unknown
+        self.stop()
+        if unknown:
+            why = "its loss is not that of a watched step, so its weight in the step is unknown"
+            raise RuntimeError(explain("a backward in measure()", why, "Use step = noise.watch(step)"))
+        gradients: list[Tensor] = []
+        for index, parameter in enumerate(parameters):
+            if index not in several and parameter.grad is not None:
+                gradients.append(parameter.grad)
+        # The conditions are the same on all ranks, since each takes part in the sum below.
+        if not gradients or (rank_count() == 1 and len(parts) < 2):
+            return
+        device = gradients[0].device
+        sums = self._sum_parts(parts, several, device, samples)
+        if rank_count() > 1:
+            dist.all_reduce(sums)
+        whole = torch.stack([_squared_norm(gradient).to(device) for gradient in gradients]).sum()
+        self._add(torch.stack(_solve(sums, whole.to(sums))))
+
+    def _sum_parts(self, parts: list[_Part], several: set[int], device: torch.device, samples: int | None) -> Tensor:
+        counted = sum(part.samples for part in parts)
+        if not counted or (samples is not None and counted != samples):
+            # A whole that is no number leaves the step out, on all ranks.
+            return torch.full((3,), 0.0 if samples in (None, 0) else math.nan, device=device)
+        self.tokens_per_sample = sum(part.tokens for part in parts) / counted
+        norms: list[Tensor] = []
+        for part in parts:
+            own = [norm for index, norm in part.norms.items() if index not in several]
+            total = torch.stack(own).sum() if own else torch.zeros((), device=device)
+            # A micro-batch without targets has the weight 0, and no gradient.
+            norms.append(torch.where(part.weight == 0, 0.0, total / part.weight.to(total) ** 2))
+        # Filled in by kernels: a copy from the host would wait for the device.
+        sizes = [torch.full_like(norms[0], part.samples) for part in parts]
+        return _sums_of(torch.stack(norms), torch.stack(sizes))
+
+    def _add(self, found: Tensor) -> None:
+        averages = torch.zeros_like(found) if self._averages is None else self._averages.to(found)
+        # A step with overflow is skipped by its optimizer, too.
+        self._averages = torch.where(found.isfinite().all(), torch.lerp(found, averages, self.decay), averages)
+        self.measured += 1
+
+    def _begin_part(self, samples: int, tokens: int, weight: Tensor) -> None:
+        """Begin a part; called by the backward when it arrives at the loss of a watched step."""
+        if self._parts is not None:
+            self._parts.append(_Part(samples, tokens, weight.detach().float()))
+
+    def _note(self, index: int, gradients: tuple[Tensor | None, ...]) -> None:
+        """Note a contribution; called by the backward before it is added to the gradient of a parameter."""
+        if gradients[0] is None or self._parts is None:
+            return
+        if not self._parts:
+            self._unknown = True
+            return
+        norms = self._parts[-1].norms
+        if index in norms:
+            self._several.add(index)
+        norms[index] = _squared_norm(gradients[0])
+
+    def state_dict(self) -> dict[str, Any]:
+        signal, noise = self.averages().wait()
+        return {
+            "signal": signal,
+            "noise": noise,
+            "measured": self.measured,
+            "tokens_per_sample": self.tokens_per_sample,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.measured, self.tokens_per_sample = state["measured"], state["tokens_per_sample"]
+        self._averages = torch.tensor([state["signal"], state["noise"]], dtype=torch.float64)
+
+
+def divide_noise(signal: float, noise: float) -> float:
+    """Return tr(Σ) / |G|²; infinity while noise hides the gradient."""
+    if signal > 0:
+        return noise / signal
+    return math.inf
+
+
+def _squared_norm(tensor: Tensor) -> Tensor:
+    """Return the squared norm, in at least float32: differences of norms need more digits than bfloat16 has."""
+    values = values_of(tensor.detach())
+    return torch.linalg.vector_norm(values, dtype=torch.promote_types(values.dtype, torch.float32)) ** 2
+
 
 _ONE_GRADIENT = "each step has the gradient of one batch on one rank, and noise shows between several of them"
 

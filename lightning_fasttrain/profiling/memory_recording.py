@@ -26,8 +26,7 @@ from lightning_fasttrain.core.messages import explain, format_bytes, warn
 from lightning_fasttrain.core.modules.parameters import device_of, quantized_tensors
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, WrappedForward, patch, put_on, wrappers_on
 from lightning_fasttrain.core.peak_memory import event_tree, find_storages, refuse_second_profiler, start_profile
-from lightning_fasttrain.profiling.memory_files import check_kinds, save_memory_record
-from lightning_fasttrain.profiling.memory_record import Allocation, MemoryRecord
+from lightning_fasttrain.profiling.memory_record import Allocation, MemoryRecord, check_kinds, save_memory_record
 
 _MODULE = "lightning_fasttrain module "  # prefix of a module's range
 _NODE = "autograd::engine::evaluate_function: "  # torch's own prefix

@@ -12,9 +12,8 @@ import lightning as L
 from lightning_fasttrain.core.checks import NonNegativeInt, PositiveInt
 from lightning_fasttrain.core.files import refuse_unwritable
 from lightning_fasttrain.core.messages import format_bytes, say
-from lightning_fasttrain.profiling.memory_files import check_kinds
 from lightning_fasttrain.profiling.memory_meter import MemoryWindow
-from lightning_fasttrain.profiling.memory_record import MemoryRecord
+from lightning_fasttrain.profiling.memory_record import MemoryRecord, check_kinds
 from lightning_fasttrain.profiling.memory_recording import MemoryRecording
 
 

@@ -15,7 +15,7 @@ from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.optim.named.build_optimizer import NamedOptimizer, is_known
 from lightning_fasttrain.optim.named.host_optimizer import HostOptimizer
 from lightning_fasttrain.optim.named.muon import MuonAdamW
-from lightning_fasttrain.optim.named.state_bytes import groups_of, state_bytes
+from lightning_fasttrain.optim.named.optimizer_state import groups_of, state_bytes
 
 MakeOptimizer = Callable[[Any], Optimizer]
 

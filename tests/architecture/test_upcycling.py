@@ -19,7 +19,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.architecture import expert_layers
-from lightning_fasttrain.architecture.find_mlps import find_mlps
+from lightning_fasttrain.architecture.residual_blocks import find_mlps
 from tests.architecture.test_mixture_of_depths import IDS, Manual, gpt, gpt2, llama, loss_of
 from tests.support.nets import (
     DIM,

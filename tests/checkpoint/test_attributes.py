@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 import lightning_fasttrain as ft
 from lightning_fasttrain.checkpoint.loader_state import attributes as module
 from lightning_fasttrain.checkpoint.loader_state.attributes import Attributes, watch_attributes
-from lightning_fasttrain.checkpoint.loader_state.persistent_workers import find_persistent_workers
+from lightning_fasttrain.checkpoint.loader_state.dataset_state import find_persistent_workers
 from lightning_fasttrain.checkpoint.loader_state.resumable_loader import checksum, resumable
 from lightning_fasttrain.core.distributed import pack, unpack
 from lightning_fasttrain.core.messages import FastTrainWarning

@@ -12,7 +12,7 @@ import torch
 from lightning_fasttrain.cli.main import main
 from lightning_fasttrain.cli.rehearsal import rehearse as command
 from lightning_fasttrain.cli.rehearsal.killed_script import fingerprint
-from lightning_fasttrain.cli.rehearsal.rehearse_kills import rehearse_kills
+from lightning_fasttrain.cli.rehearsal.rehearse import rehearse_kills
 from lightning_fasttrain.proof.verification.digest import take_digest
 from tests.cli.forked_script import start_fork
 

@@ -9,8 +9,8 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_fasttrain.finetune import load_quantized, quantize_base_
+from lightning_fasttrain.finetune.quantized.load_quantized import INDEX, find_tensors
 from lightning_fasttrain.finetune.quantized.quantized_layer import KINDS
-from lightning_fasttrain.finetune.quantized.tensor_files import INDEX, find_tensors
 from tests.support.nets import ShallowLM, lm_batches
 from tests.support.ranks import run_code
 

@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, WeightedRandomSampler
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.loaders.global_batches import BatchShares
+from lightning_fasttrain.loaders.global_batch import BatchShares
 from tests.support.nets import TinyLM, concatenate, heard, largest_difference, lm_batches, sgd, trainer, weights
 
 ROWS = concatenate(lm_batches(7, size=4))

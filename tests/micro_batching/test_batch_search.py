@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.micro_batching.backbone import find_backbone
-from lightning_fasttrain.micro_batching.backbone.find_backbone import BatchSearch, guess_split, is_guess
+from lightning_fasttrain.micro_batching import find_backbone
+from lightning_fasttrain.micro_batching.find_backbone import BatchSearch, guess_split, is_guess
 from lightning_fasttrain.micro_batching.normalizer.find_split import CannotSplitError
 from lightning_fasttrain.micro_batching.normalizer.split_rule import LossSplit, OtherSplitError
 from lightning_fasttrain.trial import try_split

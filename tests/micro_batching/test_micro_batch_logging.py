@@ -18,8 +18,8 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 from torchmetrics.wrappers import Running
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.micro_batching.closure import micro_batch_closure
-from lightning_fasttrain.micro_batching.closure.micro_batch_logging import LogCall
+from lightning_fasttrain.micro_batching import micro_batch_closure
+from lightning_fasttrain.micro_batching.micro_batch_logging import LogCall
 from lightning_fasttrain.micro_batching.normalizer.step_weights import DeferredFlag
 from tests.support.nets import VOCAB, TinyLM, as_loader, heard, largest_difference, sgd, trainer, weights
 

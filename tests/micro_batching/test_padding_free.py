@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.micro_batching import PaddingFree, check_padding_free, remove_padding_
-from lightning_fasttrain.micro_batching.padding.document_attention import DocumentMask, attend, read_documents
+from lightning_fasttrain.micro_batching.padding.packed_forward import DocumentMask, attend, read_documents
 from tests.micro_batching.test_trim_hugging_face import EXACT, GPT2, make, words
 from tests.support.nets import as_loader, largest_difference, trainer, weights
 from tests.support.padded_reader import EVERY, LENGTHS, LONGEST, VOCAB, WIDTH, Block, Reader, padded

@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 import lightning_fasttrain as ft
 from lightning_fasttrain.model import AttentionBackend, AttentionChoice, attention_backend_
 from lightning_fasttrain.model.kernels import attention_backend as module
-from lightning_fasttrain.model.kernels.attention_trial import (
+from lightning_fasttrain.model.kernels.attention_backend import (
     AttentionCall,
     AttentionCalls,
     choose_backends,
@@ -71,7 +71,7 @@ def test_the_fastest_is_used_from_the_second_step_on(faster, monkeypatch):
         assert names == ["flash", "math"]
         return {name: 1.0 if name == faster else 2.0 for name in names}
 
-    monkeypatch.setattr("lightning_fasttrain.model.kernels.attention_trial._time", timed)
+    monkeypatch.setattr("lightning_fasttrain.model.kernels.attention_backend._time", timed)
     net, x = Attention(), torch.randn(2, 5, 8)
     undo = attention_backend_(net)
     with heard() as said:
@@ -149,7 +149,7 @@ class Breaks(ft.Technique):
 
 def test_a_run_chooses_saves_the_choice_and_restores(tmp_path, monkeypatch):
     times = iter([{"flash": 2.0, "math": 1.0}])
-    monkeypatch.setattr("lightning_fasttrain.model.kernels.attention_trial._time", lambda call, names: next(times))
+    monkeypatch.setattr("lightning_fasttrain.model.kernels.attention_backend._time", lambda call, names: next(times))
     before, technique = allowed(), AttentionBackend()
     t = trainer([technique])
     t.fit(AttentionLM(), as_loader(lm_batches(3)))

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import lightning_fasttrain as ft
 from lightning_fasttrain import compile_blocks_
-from lightning_fasttrain.model.compile import compiled_code
-from lightning_fasttrain.model.compile.compiled_code import FAULTS, list_faults
+from lightning_fasttrain.model.compile import compiled_forward as compiled_code
+from lightning_fasttrain.model.compile.compiled_forward import FAULTS, list_faults
 from tests.support import families
 from tests.support.nets import heard
 

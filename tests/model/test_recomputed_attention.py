@@ -9,8 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.model.compile import compiled_code
-from lightning_fasttrain.model.compile.compiled_code import RecomputeWithoutRandomState, draws_nothing
+from lightning_fasttrain.model.compile import compiled_forward as compiled_code
+from lightning_fasttrain.model.compile.compiled_forward import RecomputeWithoutRandomState, draws_nothing
 from tests.support.ranks import run_code
 
 KINDS = sorted(compiled_code._KINDS)

@@ -13,7 +13,7 @@ import lightning_fasttrain as ft
 from lightning_fasttrain.bench.gpt import GPTConfig, GPTModule
 from lightning_fasttrain.optim import HostOptimizer, hand_over_state_, layer_decay_groups, optimizer_state_bytes
 from lightning_fasttrain.optim.named.build_optimizer import KNOWN
-from lightning_fasttrain.optim.named.state_bytes import tensors_in
+from lightning_fasttrain.optim.named.optimizer_state import tensors_in
 from lightning_fasttrain.strategy.shardable_optimizer import optimizer_named, refuse_unshardable
 from lightning_fasttrain.strategy.zero.zero_states import predict_model_states
 from tests.support.nets import TinyLM, as_loader, fit, largest_difference, take_steps, trainer, weights

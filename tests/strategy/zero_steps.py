@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, SequentialLR
 
-from lightning_fasttrain.optim.schedule.build_schedule import build_schedule
+from lightning_fasttrain.optim.build_schedule import build_schedule
 from lightning_fasttrain.strategy.zero.zero_fabric import FabricZeROStrategy
 from lightning_fasttrain.strategy.zero.zero_strategy import ZeROStrategy
 from tests.support.nets import as_loader, trainer

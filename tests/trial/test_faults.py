@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.architecture.residual_form import find_residual_form
+from lightning_fasttrain.architecture.residual_blocks import find_residual_form
 from lightning_fasttrain.core.state.step_state import StepState
 from tests.support.nets import as_loader, largest_difference, trainer, weights
 from tests.trial import faults

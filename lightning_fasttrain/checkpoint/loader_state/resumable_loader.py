@@ -18,16 +18,14 @@ from lightning_fasttrain.checkpoint.loader_state.attributes import are_equal, is
 from lightning_fasttrain.checkpoint.loader_state.dataset_state import (
     DatasetStates,
     OwnState,
+    PersistentWorkers,
     SharedSeed,
+    find_persistent_workers,
     keeps_position,
     other_workers,
     refuse_unseedable,
     seed_of_pass,
     seeded_rest,
-)
-from lightning_fasttrain.checkpoint.loader_state.persistent_workers import (
-    PersistentWorkers,
-    find_persistent_workers,
     stop_workers,
 )
 from lightning_fasttrain.core.checks import check_arguments

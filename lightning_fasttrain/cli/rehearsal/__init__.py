@@ -1,4 +1,4 @@
 """``fasttrain rehearse``: rehearse a script as it is, and kill it on purpose.
 
-From the bottom up: ``run_script``, ``rehearsed_script``, ``rehearse_kills``, ``killed_script``, ``rehearse``.
+From the bottom up: ``run_script``, ``rehearsed_script``, ``rehearse``, ``killed_script``.
 """

@@ -12,7 +12,7 @@ from pathlib import Path
 import lightning as L
 from torch.optim import Optimizer
 
-from lightning_fasttrain.cli.rehearsal.rehearse_kills import BATCH, ORDERS, SAVE, UPDATE
+from lightning_fasttrain.cli.rehearsal.rehearse import BATCH, ORDERS, SAVE, UPDATE
 from lightning_fasttrain.cli.rehearsal.run_script import end_process
 from lightning_fasttrain.core.host.lightning import accumulation_continues
 from lightning_fasttrain.proof.rehearsal.run_copy import find_unrehearsable

@@ -1,15 +1,190 @@
-"""The command ``fasttrain rehearse``: run a user's script, unchanged, up to its first step; or kill it repeatedly."""
+"""The command ``fasttrain rehearse``: run a script, unchanged, up to its first step, or kill it repeatedly."""
 
 import argparse
 import json
+import random
+import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lightning_fasttrain.cli.command import CommandError
-from lightning_fasttrain.cli.rehearsal.rehearse_kills import FOLDER, rehearse_kills
 from lightning_fasttrain.cli.rehearsal.run_script import RESULT, SECONDS, run_script
+
+ORDERS = "FASTTRAIN_KILL_ORDERS"  # in the environment: a JSON object, the fields of killed_script.Orders
+BATCH, UPDATE, SAVE = "at the start of a batch", "between backward and update", "during a save"
+PLACES = BATCH, UPDATE, SAVE
+FOLDER = "{folder}"  # among the script's arguments: where it writes, and looks for what it wrote
+_KILL_POINT = "lightning_fasttrain.cli.rehearsal.killed_script:make_callbacks"
+_LONGEST_DELAY_S = 0.05
+_KEEPING = "callbacks=[ft.ExactResume(), ft.AtomicCheckpoints()] and ckpt_path=ft.newest_checkpoint(folder)"
+
+
+@dataclass
+class Kills:
+    """Result of a rehearsal with kills.
+
+    Attributes:
+        steps: optimizer steps of the uninterrupted run.
+        moments: a sentence for each kill.
+        differ: paths of what is another at the end.
+        problem: why the script cannot be called safe; "" if it can.
+        seconds: of all runs.
+    """
+
+    steps: int = 0
+    moments: list[str] = field(default_factory=list)
+    differ: list[str] = field(default_factory=list)
+    problem: str = ""
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        return not self.problem
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return {"ok": self.ok, **asdict(self)}
+
+
+class _ScriptError(Exception):
+    """A run did not behave as required."""
+
+
+def rehearse_kills(
+    script: str,
+    arguments: Sequence[str],
+    kills: int,
+    steps: int,
+    seed: int,
+    *,
+    quiet: bool = False,
+    start: Callable[..., int] = run_script,
+) -> Kills:
+    """Run a script whole, and again with kills from which it must resume by itself; compare the two results.
+
+    Both run in new folders, up to ``steps`` optimizer steps of the first fit. Each kill is a SIGKILL at a moment that
+    the seed gives: at the start of a batch, between backward and update, or during a save.
+
+    Args:
+        script: a file.
+        arguments: of it; ``{folder}`` in them becomes the folder of a run, where the script must write its checkpoints
+            and look for them when it starts.
+        kills: how many.
+        steps: see above; more than ``kills``.
+        seed: for the moments.
+        quiet: what the script prints goes to stderr.
+        start: how a script is run.
+
+    Returns:
+        How it went; a script that fails is a problem there.
+    """
+    found, began = Kills(), time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="fasttrain-kills-") as name:
+        runs = _Runs(script, arguments, steps, Path(name), partial(start, quiet=quiet))
+        try:
+            _compare(runs, found, kills, random.Random(seed))
+        except _ScriptError as error:
+            found.problem = str(error)
+    found.seconds = time.monotonic() - began
+    return found
+
+
+def _compare(runs: "_Runs", found: Kills, kills: int, draw: random.Random) -> None:
+    whole = runs.to_the_end("whole")
+    found.steps = int(whole["global step"])
+    if found.steps <= kills:
+        raise _ScriptError(f"{found.steps} steps are too few for {kills} kills. Use fewer kills, or more steps.")
+    # Kills come after the first step, so that there may be a checkpoint, and before the last.
+    after = sorted(draw.sample(range(1, found.steps), kills))
+    for step, until in zip(after, [*after[1:], found.steps - 1], strict=True):
+        place, delay = draw.choice(PLACES), draw.uniform(0, _LONGEST_DELAY_S)
+        found.moments.append(runs.until_killed(place=place, step=step, until=max(step, until), delay_s=delay))
+    end = runs.to_the_end("killed")
+    found.differ = _find_differences(whole, end)
+    # Only now, since one more run takes as long as the first.
+    if found.differ and _find_differences(whole, runs.to_the_end("whole again")):
+        raise _ScriptError(
+            "two uninterrupted runs end differently too, so nothing can be said of kills. "
+            "Make the script repeatable: L.seed_everything(0, workers=True)."
+        )
+    if not any(runs.went_on_from):
+        raise _ScriptError(
+            "it began from nothing after every kill: either no checkpoint was there yet, or it is not looked for. "
+            f"Use more --steps or save more often; and {_KEEPING}."
+        )
+    if found.differ:
+        some = ", ".join(found.differ[:3])
+        raise _ScriptError(
+            f"it does not end as the uninterrupted run: {len(found.differ)} of {len(whole)} differ ({some}). "
+            f"Use {_KEEPING}."
+        )
+
+
+def _find_differences(one: dict[str, str], other: dict[str, str]) -> list[str]:
+    return [path for path in dict.fromkeys([*one, *other]) if one.get(path) != other.get(path)]
+
+
+class _Runs:
+    """Starts the script, again and again in the same folder if it is killed."""
+
+    def __init__(
+        self, script: str, arguments: Sequence[str], steps: int, folder: Path, start: Callable[..., int]
+    ) -> None:
+        self.script, self.arguments, self.steps, self.folder, self.start = script, arguments, steps, folder, start
+        self.went_on_from: list[int] = []
+
+    def to_the_end(self, name: str) -> dict[str, str]:
+        """Return the final state of a run without kills, as digests by path."""
+        told = self._run(name, {})
+        end = next((line["end"] for line in told if "end" in line), None)
+        if end is None:
+            raise _ScriptError("it ended before its first fit did")
+        return end
+
+    def until_killed(self, **orders: str | float) -> str:
+        """Run until the kill, and describe its moment."""
+        told = self._run("killed", orders)
+        killed = next((line for line in told if "killed" in line), None)
+        if killed is None:
+            raise _ScriptError(f"it ended before it was killed, at step {orders['step']}")
+        return f"{killed['killed']}, after step {killed['step']}"
+
+    def _run(self, name: str, orders: Mapping[str, object]) -> list[dict[str, Any]]:
+        # The record is beside the folder, since the script may list its files.
+        folder, record = self.folder / name, self.folder / "record.jsonl"
+        folder.mkdir(exist_ok=True)
+        record.unlink(missing_ok=True)
+        order = json.dumps({"record": str(record), "steps": self.steps, **orders})
+        arguments = [argument.replace(FOLDER, str(folder)) for argument in self.arguments]
+        _tell_progress(name, orders)
+        code = self.start(self.script, arguments, _KILL_POINT, {ORDERS: order})
+        told = _read_lines(record)
+        for line in told:
+            if "refused" in line:
+                raise _ScriptError(f"it cannot be compared: {line['refused']}")
+            if "from" in line and name == "killed":
+                self.went_on_from.append(line["from"])
+        if code != 0 and not any("killed" in line for line in told):
+            again = "when it was started again after a kill" if any(folder.iterdir()) else "by itself"
+            raise _ScriptError(f"it failed {again}, with exit code {code}, see above")
+        return told
+
+
+def _read_lines(record: Path) -> list[dict[str, Any]]:
+    if not record.exists():
+        return []
+    return list(map(json.loads, record.read_text().splitlines()))
+
+
+def _tell_progress(name: str, orders: Mapping[str, object]) -> None:
+    what = f"to be killed {orders['place']}, from step {orders['step']} on" if orders else "to its end"
+    print(f"fasttrain rehearse: the {name} run, {what}", file=sys.stderr, flush=True)
+
 
 _POINT = "lightning_fasttrain.cli.rehearsal.rehearsed_script:make_callbacks"
 

@@ -20,8 +20,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from lightning_fasttrain.core.modules.wrapped_forward import patch
 from lightning_fasttrain.doctor.observation.source_lines import find_call
 from lightning_fasttrain.doctor.observation.watch import HostFacts, LoaderFacts, Watch
-from lightning_fasttrain.profiling.step_meter import PhaseAction, StepProfiler
-from lightning_fasttrain.profiling.step_timer import TimedPhase
+from lightning_fasttrain.profiling.step_meter import PhaseAction, StepProfiler, TimedPhase
 
 
 class TorchSeams:

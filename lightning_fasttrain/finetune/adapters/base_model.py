@@ -21,7 +21,7 @@ from lightning_fasttrain.finetune.adapters.adapter_checks import refuse_merged
 from lightning_fasttrain.finetune.adapters.add_adapter import adapted_modules, adapter_parameters, forget_adapters_
 from lightning_fasttrain.finetune.adapters.merge import merge_layers_, unmerge_adapters_
 from lightning_fasttrain.finetune.adapters.merge_quantized import forget_quantization_, tuner_layers
-from lightning_fasttrain.finetune.quantized.tensor_files import Original
+from lightning_fasttrain.finetune.quantized.load_quantized import Original
 from lightning_fasttrain.finetune.selection.base_fingerprint import PEFT_MODEL, adapters_on, changes_base, first_few
 from lightning_fasttrain.finetune.selection.float32_adapters import has_prompt, round_again_, switches, without_adapters
 from lightning_fasttrain.finetune.selection.freezing import unfreeze_

@@ -14,6 +14,7 @@ from lightning_fasttrain.core.modules.select import find_tuners, is_inside, is_t
 from lightning_fasttrain.core.modules.wrapped_forward import Replacement
 from lightning_fasttrain.finetune.adapters.add_adapter import adapted_modules, adapter_parameters
 from lightning_fasttrain.finetune.adapters.initializations import call, copy_config_for, in_eval
+from lightning_fasttrain.finetune.quantized.load_quantized import Original, OriginalWeights, relative_error
 from lightning_fasttrain.finetune.quantized.quantized_layer import (
     dequantize_4bit,
     dequantized_weight,
@@ -24,16 +25,15 @@ from lightning_fasttrain.finetune.quantized.quantized_layer import (
     round_bias_,
     was_transposed,
 )
-from lightning_fasttrain.finetune.quantized.quantized_state import keep_quantized_
 from lightning_fasttrain.finetune.quantized.quantized_tensor import (
     dequantize_tensor,
     held_tensors,
     hold_,
     holder_under,
+    keep_quantized_,
     let_go_,
     quantize_tensor_,
 )
-from lightning_fasttrain.finetune.quantized.tensor_files import Original, OriginalWeights, relative_error
 from lightning_fasttrain.finetune.selection.float32_adapters import trained_copies
 from lightning_fasttrain.finetune.selection.freezing import can_train
 from lightning_fasttrain.finetune.selection.qualified_names import find_modules, names_in, prefix_of

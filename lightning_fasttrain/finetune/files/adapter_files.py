@@ -44,7 +44,7 @@ from lightning_fasttrain.finetune.files.expected_tensors import (
     refuse_other_tokens,
     refuse_sizes_beyond_the_layers,
 )
-from lightning_fasttrain.finetune.prompts.add_prompt import (
+from lightning_fasttrain.finetune.prompt_tuning import (
     add_prompt_,
     check_prompt_config,
     fill_,

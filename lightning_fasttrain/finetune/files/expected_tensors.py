@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.finetune.adapters.initializations import copy_config_for
 from lightning_fasttrain.finetune.files.adapter_layers import PREFIX, TOKENS, Place, plain_modules, refuse_other_model
+from lightning_fasttrain.finetune.quantized.load_quantized import DTYPES
 from lightning_fasttrain.finetune.quantized.quantized_layer import is_quantized
 from lightning_fasttrain.finetune.quantized.quantized_tensor import shown_as_parameters
-from lightning_fasttrain.finetune.quantized.tensor_files import DTYPES
 from lightning_fasttrain.finetune.selection.base_fingerprint import base_names, first_few
 from lightning_fasttrain.finetune.selection.qualified_names import names_not_in
 from lightning_fasttrain.finetune.selection.targets import match_exactly, method_of, require_peft

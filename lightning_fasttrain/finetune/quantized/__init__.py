@@ -2,6 +2,5 @@
 
 The layers are those of bitsandbytes, extended so that saving, copying and moving preserve their state.
 
-From the bottom up: ``quantized_layer``, ``quantized_state``, ``quantized_tensor``, ``quantized_base``,
-``tensor_files``, ``load_quantized``.
+From the bottom up: ``quantized_layer``, ``quantized_tensor``, ``quantized_base``, ``load_quantized``.
 """

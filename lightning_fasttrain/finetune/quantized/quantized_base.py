@@ -37,8 +37,7 @@ from lightning_fasttrain.finetune.quantized.quantized_layer import (
     require_bitsandbytes,
     round_bias_,
 )
-from lightning_fasttrain.finetune.quantized.quantized_state import keep_quantized_
-from lightning_fasttrain.finetune.quantized.quantized_tensor import quantize_tensor_
+from lightning_fasttrain.finetune.quantized.quantized_tensor import keep_quantized_, quantize_tensor_
 from lightning_fasttrain.finetune.selection.base_fingerprint import is_torchaos
 from lightning_fasttrain.finetune.selection.targets import (
     is_matrix,

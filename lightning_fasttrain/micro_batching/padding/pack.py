@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 from lightning_fasttrain.core.batch.leaves import pick_rows
 from lightning_fasttrain.core.checks import PositiveInt, check_arguments
 from lightning_fasttrain.core.messages import explain, list_some
-from lightning_fasttrain.micro_batching.normalizer.find_count import stage_of
+from lightning_fasttrain.micro_batching.normalizer.find_split import stage_of
 from lightning_fasttrain.trial.runs import Run, relative_difference
 from lightning_fasttrain.trial.sample_rows import Sample
 from lightning_fasttrain.trial.try_split import run_again, try_unsplit

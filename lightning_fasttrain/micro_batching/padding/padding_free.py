@@ -21,7 +21,7 @@ from lightning_fasttrain.core.modules.wrapped_forward import (
     undo_all,
     wrappers_in,
 )
-from lightning_fasttrain.micro_batching.normalizer.find_count import stage_of, stage_of_trainer
+from lightning_fasttrain.micro_batching.normalizer.find_split import stage_of, stage_of_trainer
 from lightning_fasttrain.micro_batching.padding.packed_forward import PackedForward, remove_padding_
 from lightning_fasttrain.micro_batching.padding.try_trimming import Outcome
 from lightning_fasttrain.technique import Capability, Conflict, Surgery, Technique

@@ -26,8 +26,14 @@ from lightning_fasttrain.core.modules.wrapped_forward import (
     wrappers_on,
 )
 from lightning_fasttrain.model.activation_offload import ActivationOffload
-from lightning_fasttrain.model.compile.compiled_code import CompiledEntry, has_cuda_graphs, key_of_code
-from lightning_fasttrain.model.compile.compiled_forward import CompiledForward, CompiledLoss, DisabledCache
+from lightning_fasttrain.model.compile.compiled_forward import (
+    CompiledEntry,
+    CompiledForward,
+    CompiledLoss,
+    DisabledCache,
+    has_cuda_graphs,
+    key_of_code,
+)
 from lightning_fasttrain.technique import Capability, Conflict, Exactness, Setting, Surgery, Technique
 from lightning_fasttrain.technique.declarations import Facts, PredictedStep, why_no_blocks
 

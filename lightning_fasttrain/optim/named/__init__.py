@@ -1,5 +1,5 @@
 """Optimizers by name, and the size of their state.
 
 From the bottom up: ``host_optimizer``, ``low_precision_updates``, ``lion``, ``muon``, ``schedule_free_evaluation``,
-``state_bytes``, ``plain_state``, ``build_optimizer``.
+``optimizer_state``, ``build_optimizer``.
 """

@@ -17,10 +17,10 @@ from lightning_fasttrain.core.files import first_line
 from lightning_fasttrain.core.host.lightning import has_same_gradients
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.optim.closure_optimizer import Groups
-from lightning_fasttrain.optim.galore_groups import block_matrices, galore_groups
+from lightning_fasttrain.optim.galore import block_matrices, galore_groups
 from lightning_fasttrain.optim.named.host_optimizer import HostOptimizer
 from lightning_fasttrain.optim.named.low_precision_updates import LowPrecisionUpdates
-from lightning_fasttrain.optim.named.plain_state import save_as_plain_tensors_
+from lightning_fasttrain.optim.named.optimizer_state import save_as_plain_tensors_
 from lightning_fasttrain.optim.parameter_groups import decay_groups, layer_decay_groups, lora_plus_groups
 
 

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.torch_version import TorchVersion
 
 from lightning_fasttrain.finetune.quantized.quantized_layer import in_8_bits, is_quantized, settle_4bit_
-from lightning_fasttrain.finetune.quantized.quantized_state import keep_quantized_
+from lightning_fasttrain.finetune.quantized.quantized_tensor import keep_quantized_
 
 
 def is_opaque(parameter: Tensor) -> bool:

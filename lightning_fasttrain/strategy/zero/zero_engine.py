@@ -20,7 +20,7 @@ from lightning_fasttrain.core.modules.parameters import gradients_of, trained_pa
 from lightning_fasttrain.core.modules.wrapped_forward import patch, patched
 from lightning_fasttrain.core.state.values import only, without
 from lightning_fasttrain.finetune.selection.float32_adapters import let_round_
-from lightning_fasttrain.optim.schedule.build_schedule import Schedule, count_by_engine
+from lightning_fasttrain.optim.build_schedule import Schedule, count_by_engine
 
 _HOOKS = (
     "_forward_hooks",

@@ -17,7 +17,7 @@ from lightning_fasttrain.finetune.quantized.quantized_layer import is_quantized,
 from lightning_fasttrain.memory.fake_step import fake_module
 from lightning_fasttrain.memory.one_rank import RankStates
 from lightning_fasttrain.memory.predict_memory import PRECISIONS
-from lightning_fasttrain.optim.named.state_bytes import Group, groups_of, state_bytes
+from lightning_fasttrain.optim.named.optimizer_state import Group, groups_of, state_bytes
 from lightning_fasttrain.strategy.shardable_optimizer import MakeOptimizer, make_optimizer, refuse_unshardable
 
 MASTER = 4  # bytes per element of the float32 master weights that the optimizer updates

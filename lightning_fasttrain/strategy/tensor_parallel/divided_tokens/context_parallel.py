@@ -22,7 +22,7 @@ from lightning_fasttrain.core.modules.wrapped_forward import (
 from lightning_fasttrain.core.state.rng import keep_random_state
 from lightning_fasttrain.finetune.frozen_cache.cached_forward import CachedForward
 from lightning_fasttrain.micro_batching.padding.packed_forward import PackedForward
-from lightning_fasttrain.model.tiling.tiled_forward import find_trainable, in_place_of
+from lightning_fasttrain.model.tiled_forward import find_trainable, in_place_of
 from lightning_fasttrain.strategy.tensor_parallel.attention_and_mlp import is_attention
 from lightning_fasttrain.strategy.tensor_parallel.divided_tokens.exchange_heads import (
     ExchangedAttention,

@@ -13,7 +13,7 @@ from lightning_fasttrain.core.batch.leaves import batch_size, can_be_cut, list_t
 from lightning_fasttrain.core.distributed import from_all_ranks, rank_count
 from lightning_fasttrain.core.messages import explain, say
 from lightning_fasttrain.core.modules.select import as_list, is_wanted, keep_outermost, list_kinds
-from lightning_fasttrain.micro_batching.backbone.micro_batch_forward import Backbone, refuse_batch_statistics
+from lightning_fasttrain.micro_batching.micro_batch_forward import Backbone, refuse_batch_statistics
 from lightning_fasttrain.micro_batching.normalizer.count_targets import Count, CountRule, count_targets
 from lightning_fasttrain.micro_batching.normalizer.find_split import CannotSplitError, find_split, find_weight
 from lightning_fasttrain.micro_batching.normalizer.split_rule import LossSplit, OtherSplitError

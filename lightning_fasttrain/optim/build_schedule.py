@@ -23,7 +23,7 @@ from lightning_fasttrain.core.host.lightning import (
 from lightning_fasttrain.core.host.optimizer_steps import was_skipped_on_device
 from lightning_fasttrain.core.messages import explain, note_once, say
 from lightning_fasttrain.core.modules.parameters import parameters_of
-from lightning_fasttrain.optim.schedule.schedule_shapes import RatePlan, RateRequest, read_request
+from lightning_fasttrain.optim.schedule_shapes import RatePlan, RateRequest, read_request
 from lightning_fasttrain.technique.run_length import LENGTHS, Length, is_length_known, steps_of_epochs, total_steps
 
 
@@ -43,7 +43,7 @@ def build_schedule(
     """Schedule the learning rates of ``optimizer`` over the run, with one value for each update.
 
     Each group keeps its own learning rate, multiplied by a common factor. The formulas are in
-    :mod:`~lightning_fasttrain.optim.schedule.schedule_shapes`. In a LightningModule::
+    :mod:`~lightning_fasttrain.optim.schedule_shapes`. In a LightningModule::
 
         def configure_optimizers(self):
             optimizer = torch.optim.AdamW(self.parameters(), lr=3e-4)

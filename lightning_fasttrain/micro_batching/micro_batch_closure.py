@@ -35,7 +35,7 @@ from lightning_fasttrain.core.host.lightning import (
 from lightning_fasttrain.core.messages import explain, note_once, say
 from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
-from lightning_fasttrain.micro_batching.backbone.find_backbone import (
+from lightning_fasttrain.micro_batching.find_backbone import (
     OUT_OF_TRIES,
     TRIES,
     BatchSearch,
@@ -45,8 +45,8 @@ from lightning_fasttrain.micro_batching.backbone.find_backbone import (
     name_backbone,
     say_backbone,
 )
-from lightning_fasttrain.micro_batching.backbone.micro_batch_forward import Backbone, MicroBatchedForward
-from lightning_fasttrain.micro_batching.closure.micro_batch_logging import BatchLogs, combine_outputs, pick_groups
+from lightning_fasttrain.micro_batching.micro_batch_forward import Backbone, MicroBatchedForward
+from lightning_fasttrain.micro_batching.micro_batch_logging import BatchLogs, combine_outputs, pick_groups
 from lightning_fasttrain.micro_batching.normalizer.count_targets import Count, CountRule
 from lightning_fasttrain.micro_batching.normalizer.find_split import CannotSplitError
 from lightning_fasttrain.micro_batching.normalizer.split_rule import (

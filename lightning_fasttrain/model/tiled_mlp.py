@@ -26,7 +26,7 @@ from lightning_fasttrain.core.modules.wrapped_forward import (
     undo_all,
     wrappers_in,
 )
-from lightning_fasttrain.model.tiling.tiled_forward import TiledForward, can_run, explain_mixing, why_tokens_mix
+from lightning_fasttrain.model.tiled_forward import TiledForward, can_run, explain_mixing, why_tokens_mix
 from lightning_fasttrain.technique import Capability, Surgery, Technique
 from lightning_fasttrain.technique.declarations import Facts, why_no_blocks
 
