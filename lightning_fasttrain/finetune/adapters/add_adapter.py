@@ -3,7 +3,6 @@
 import copy
 import re
 import warnings
-from collections import Counter
 from collections.abc import Collection, Iterable
 from contextlib import ExitStack, suppress
 from itertools import chain
@@ -16,7 +15,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.files.safe_load import first_line
 from lightning_fasttrain.core.host.late_parameters import notices_late_parameters
-from lightning_fasttrain.core.messages import explain, list_some, say, warn
+from lightning_fasttrain.core.messages import explain, list_some, say
 from lightning_fasttrain.core.modules.heads import find_heads
 from lightning_fasttrain.core.modules.parameters import count_parameters
 from lightning_fasttrain.core.modules.select import (
@@ -389,17 +388,6 @@ def adapter_state(root: nn.Module, name: str) -> dict[str, Tensor]:
     state = get_peft_model_state_dict(root, adapter_name=name, save_embedding_layers=False)
     again = set(chain.from_iterable(names[1:] for names in Sharing(root).names.values()))
     return {key: tensor for key, tensor in state.items() if not is_inside(key, again)}
-
-
-def warn_of_what_peft_misses(root: nn.Module) -> None:
-    """Warn of adapters of modules in several places, which PEFT would add in the first place only."""
-    sharing, held = Sharing(root), Counter(child for _, _, child in list_places(root))
-    for module, number in held.items():
-        if number > 1 and is_a(module, TUNER, WRAPPER):
-            first, *others = sharing.names[module]
-            why = f"it is also {list_some(list(map(repr, others)))}, and PEFT would adapt '{first}' alone"
-            way_out = "Load the file with load_adapter_, or export the model with export_model"
-            warn(explain(f"save_adapter: '{first}' has an adapter", why, way_out))
 
 
 def _inject(config: "PeftConfig", root: nn.Module, name: str) -> None:
