@@ -12,9 +12,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_fasttrain.core.batch.leaves import batch_size
 from lightning_fasttrain.core.checks import PositiveFloat, PositiveInt, check_arguments
 from lightning_fasttrain.core.device import GIB, free_bytes
-from lightning_fasttrain.core.files.safe_load import first_line
 from lightning_fasttrain.core.host.lightning import accumulation_continues
-from lightning_fasttrain.core.messages import explain, format_bytes, number_of, say
+from lightning_fasttrain.core.messages import explain, first_line, format_bytes, number_of, say
 from lightning_fasttrain.data import BatchSizeWarmup, MicroBatching, SequenceLengthWarmup, TokenWeightedAccumulation
 from lightning_fasttrain.dry_run.rehearsal.context import fill_up, find_window, gather_answers, read_batches
 from lightning_fasttrain.dry_run.rehearsal.nested_trainer import devices_again, find_unrehearsable, leaving_no_trace

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from lightning_fasttrain.core.files.atomic_write import write_atomic
-from lightning_fasttrain.core.files.safe_load import first_line, local_path, read_json
-from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.files.safe_load import local_path, read_json
+from lightning_fasttrain.core.messages import explain, first_line
 from lightning_fasttrain.planner.timing import Ratio
 from lightning_fasttrain.technique import Exactness
 

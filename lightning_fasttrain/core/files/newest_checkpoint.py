@@ -28,12 +28,11 @@ from lightning_fasttrain.core.files.safe_load import (
     CorruptCheckpoint,
     ForeignObjects,
     existing_path,
-    first_line,
     is_object_storage,
     local_path,
     read_archive,
 )
-from lightning_fasttrain.core.messages import explain, say, warn
+from lightning_fasttrain.core.messages import explain, first_line, say, warn
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 
 KEY = "lightning_fasttrain.run"

@@ -11,9 +11,8 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities import CombinedLoader
 
-from lightning_fasttrain.core.files.safe_load import first_line
 from lightning_fasttrain.core.host.lightning import training_loaders, validation_loaders
-from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.messages import explain, first_line
 from lightning_fasttrain.dry_run.rehearsal.disk_space import Place, saves_within_epochs, writers_of
 from lightning_fasttrain.dry_run.rehearsal.peek_batches import Sample, reading_ahead, take_sample
 from lightning_fasttrain.dry_run.rehearsal.rehearsal_report import RehearsalError, RehearsalReport

@@ -10,8 +10,7 @@ import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.callbacks import EarlyStopping
 
-from lightning_fasttrain.core.files.safe_load import first_line
-from lightning_fasttrain.core.messages import explain, list_some
+from lightning_fasttrain.core.messages import explain, first_line, list_some
 from lightning_fasttrain.dry_run.rehearsal.context import Rehearsed, explain_errors, fill_up
 from lightning_fasttrain.dry_run.rehearsal.disk_space import (
     bytes_on_disk,

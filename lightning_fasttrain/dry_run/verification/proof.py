@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader
 from lightning_fasttrain.core.batch import count_bytes
 from lightning_fasttrain.core.batch.leaves import batch_size, pick_rows, reverse_rows, split_batch
 from lightning_fasttrain.core.device import free_bytes, return_unused_memory
-from lightning_fasttrain.core.messages import explain, format_bytes
+from lightning_fasttrain.core.messages import describe_error, explain, format_bytes
 from lightning_fasttrain.core.modules.parameters import bytes_of
-from lightning_fasttrain.core.modules.wrapped_forward import first_line, has_dropout
+from lightning_fasttrain.core.modules.wrapped_forward import has_dropout
 from lightning_fasttrain.dry_run.verification import vacuous_checks
 from lightning_fasttrain.dry_run.verification.compare_records import (
     Allowance,
@@ -251,7 +251,7 @@ class Proof:
             usual, other = (reference.steps, self.changing), (steps, [*self.changing, *techniques])
             self.begins = find_first_difference(usual, other, window, nudge(0), self.operators)
         except Exception as error:
-            self.notes.append(f"The first difference could not be located: {first_line(error)}.")
+            self.notes.append(f"The first difference could not be located: {describe_error(error)}.")
 
     def _leave_out_drawing(self, reference: _Reference) -> list[Technique]:
         if not reference.record.draws or reference.steps.dropout:
@@ -291,7 +291,7 @@ class Proof:
             acting = [*self.changing, *techniques]
             record = record_steps(steps, acting, window=window, store=self._folder("techniques"))
         except Exception as error:
-            return Verified(names, precision, exactness.value, failure=first_line(error))
+            return Verified(names, precision, exactness.value, failure=describe_error(error))
         bound = sum(technique.bound for technique in techniques)  # errors add up, at worst
         evaluates_averages = any(technique.does(Capability.EVALUATES_AVERAGES) for technique in techniques)
         validates = precision == FULL and exactness is Exactness.EXACT and not evaluates_averages

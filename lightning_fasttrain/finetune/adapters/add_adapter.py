@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from lightning_fasttrain.core.checks import check_arguments
-from lightning_fasttrain.core.files.safe_load import first_line
 from lightning_fasttrain.core.host.late_parameters import notices_late_parameters
-from lightning_fasttrain.core.messages import explain, list_some, say
+from lightning_fasttrain.core.messages import explain, first_line, list_some, say
 from lightning_fasttrain.core.modules.heads import find_heads
 from lightning_fasttrain.core.modules.parameters import count_parameters
 from lightning_fasttrain.core.modules.select import (
@@ -68,6 +67,7 @@ from lightning_fasttrain.finetune.selection.targets import (
     ALL_LINEAR,
     Targets,
     describe_uncovered,
+    find_layers,
     find_target_parameters,
     find_targets,
     list_layer_kinds,
@@ -152,7 +152,7 @@ def add_adapter_(
     wanted = targets if targets is not None else (config.target_modules or default)
     found = {} if tensors and wanted == [] else find_targets(model, wanted)
     thin = _remove_thin(found, config) if wanted == ALL_LINEAR else []
-    whole = find_targets(model, list(train)) if train else {}
+    whole = find_layers(model, train, "train")
     _refuse_both(found, whole)
     refuse_tied(model, found)
     refuse_tied(model, whole, together=True)
@@ -246,7 +246,9 @@ def _fill_in_(
         config.target_parameters = shortest_ends(strip_prefix(tensors, prefix), list(base_names(root).values()))
     # (IA)³ scales the inputs of these layers, and the outputs of the others.
     if getattr(config, "feedforward_modules", None):
-        feedforward = names_in(strip_prefix(find_targets(model, config.feedforward_modules), prefix), inside)
+        feedforward = names_in(
+            strip_prefix(find_layers(model, as_list(config.feedforward_modules), "feedforward_modules"), prefix), inside
+        )
         config.feedforward_modules = _as_peft_keeps(shortest_names(feedforward, root))
     if whole:
         config.modules_to_save = without_namesakes(strip_prefix(whole, prefix), root)
