@@ -8,6 +8,7 @@ from pathlib import Path
 import lightning as L
 import yaml
 from hydra.utils import instantiate
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
 from omegaconf import OmegaConf
 from torch.distributed.tensor import DTensor
@@ -157,8 +158,26 @@ def command_line(case, path, resumed):
     return whole(cli.model), cli.trainer.global_step, list(map(repr, foreign_values(cli.trainer.strategy)))
 
 
+class Configured(ShallowLM):
+    def __init__(self, cfg):
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def refused(case, folder):
+    """What a run says of a config among its hyper-parameters, and its number of steps."""
+    saves = ModelCheckpoint(folder / "refused")
+    t = trainer([saves], devices=2, strategy=strategy_of(case)[0], enable_checkpointing=True)
+    try:
+        t.fit(Configured(OmegaConf.create({"widths": [1]})), as_loader(batches_of(case)))
+    except ValueError as error:
+        return str(error), t.global_step
+    return "", t.global_step
+
+
 RUNS = [(case, run) for case in SETTINGS for run in (fit, loop)]
 RUNS += [(case, command_line) for case in ("FSDP2Strategy shards", "ZeROStrategy config")]
+REFUSED = ("FSDP2Strategy shards", "ZeROStrategy stage")
 
 
 def main(path, folder):
@@ -174,6 +193,8 @@ def main(path, folder):
             "steps": [steps, steps_again],
             "foreign": foreign,
         }
+    for case in REFUSED:
+        found[f"refused {case}"] = refused(case, Path(folder))
     write_findings(path, found)
 
 

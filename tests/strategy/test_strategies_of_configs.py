@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.strategy.config_scenarios import RUNS
+from tests.strategy.config_scenarios import REFUSED, RUNS
 from tests.support.ranks import run_ranks
 
 
@@ -24,3 +24,11 @@ def test_strategies_of_configs_train_save_and_resume(found, case, run):
         assert seen["to resumed"] == 0
         steps = 2 if run == "loop" else 4  # a loop counts epochs
         assert seen["steps"] == [steps, steps]
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_config_among_hyper_parameters_is_refused_before_the_first_step(found, case):
+    for rank in found:
+        message, steps = rank[f"refused {case}"]
+        assert "of class DictConfig" in message
+        assert steps == 0

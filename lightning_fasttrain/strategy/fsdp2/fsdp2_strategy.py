@@ -26,7 +26,7 @@ from lightning_fasttrain.core.messages import explain, warn
 from lightning_fasttrain.core.modules.blocks import Blocks
 from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.core.modules.select import has_parameters
-from lightning_fasttrain.run.checkpoint.atomic_checkpoints import probe_folders
+from lightning_fasttrain.run.checkpoint.atomic_checkpoints import probe_folders, refuse_unreadable_settings
 from lightning_fasttrain.strategy.fsdp2.broadcast_weights import share_buffers_
 from lightning_fasttrain.strategy.fsdp2.shard_blocks import check_sharded, reshard_, without_gradient_reduction
 from lightning_fasttrain.strategy.fsdp2.sharded_optimizer import named_state
@@ -171,6 +171,7 @@ class FSDP2Strategy(FSDP2Host, ModelParallelStrategy):
         check_sharded(model, self.optimizers)
         if fitting:
             probe_folders(trainer, self.optimizers)
+            refuse_unreadable_settings(trainer)
 
     def _rest_to_device(self, model: nn.Module) -> None:
         """Move what sharding has not moved, such as metrics, to the device; shards in host memory stay there."""

@@ -18,7 +18,7 @@ from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.messages import explain, note_once, warn
 from lightning_fasttrain.core.modules.wrapped_forward import patch
 from lightning_fasttrain.core.state.select_entries import only
-from lightning_fasttrain.run.checkpoint.atomic_checkpoints import probe_folders
+from lightning_fasttrain.run.checkpoint.atomic_checkpoints import probe_folders, refuse_unreadable_settings
 from lightning_fasttrain.strategy.zero.stage_question import step_to_predict
 from lightning_fasttrain.strategy.zero.zero_checkpoint import folder_to_load, save_whole
 from lightning_fasttrain.strategy.zero.zero_host import ZeROHost, fit_buckets, refuse_unfit_optimizer
@@ -138,6 +138,7 @@ class ZeROStrategy(ZeROHost, DeepSpeedStrategy):
         fit_buckets(self._given_config, module, self.question.settings)
         # Probed now, before DeepSpeed shards the optimizer.
         probe_folders(trainer, [] if optimizer is None else [optimizer])
+        refuse_unreadable_settings(trainer)
 
     def _init_optimizers(self) -> Any:
         made, self._made = self._made, None
