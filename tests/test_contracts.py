@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.architecture.mixture_of_depths import RoutedForward
+from lightning_fasttrain.finetune.adapters.adapter_checkpoints import AdapterCheckpoints
 from lightning_fasttrain.finetune.selection.float32_adapters import StaysInFloat32
 from lightning_fasttrain.loaders.growth_schedule import KeepsGrowth
 from lightning_fasttrain.planner.candidates import known_techniques
@@ -286,7 +287,7 @@ def global_switches():
 
 def check_put_back(case, net=TinyLM):
     def stays(value):  # adapters and routers stay in the model after the run
-        return isinstance(getattr(value, "__self__", value), StaysInFloat32 | RoutedForward)
+        return isinstance(getattr(value, "__self__", value), StaysInFloat32 | RoutedForward | AdapterCheckpoints)
 
     def patched(t, module):
         places = [module, *module.modules(), t.strategy, t.precision_plugin, t.fit_loop, t.fit_loop.epoch_loop]

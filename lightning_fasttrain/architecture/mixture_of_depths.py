@@ -27,10 +27,10 @@ from lightning_fasttrain.architecture.residual_blocks import (
 )
 from lightning_fasttrain.core.checks import PositiveInt, PositiveShare, check_arguments
 from lightning_fasttrain.core.host.late_parameters import notices_late_parameters
-from lightning_fasttrain.core.messages import explain, note_once
+from lightning_fasttrain.core.messages import describe_error, explain, note_once
 from lightning_fasttrain.core.modules.blocks import Blocks, disable_cache_
 from lightning_fasttrain.core.modules.select import as_list, class_if_imported
-from lightning_fasttrain.core.modules.wrapped_forward import Undo, count_wrapped, first_line, list_wrapped, why_none_ran
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, count_wrapped, list_wrapped, why_none_ran
 from lightning_fasttrain.technique import Capability, Conflict, Exactness, Surgery, Technique
 from lightning_fasttrain.technique.declarations import Facts, PredictedStep, why_no_blocks
 from lightning_fasttrain.technique.technique import conflict_with_early_averages, refuse_average_before
@@ -82,7 +82,7 @@ class RoutedForward(ForwardWithLoss):
             if self._runs_on_some or isinstance(error, torch.OutOfMemoryError):
                 raise
             what = f"MixtureOfDepths: block '{self.name}'"
-            why = f"it fails on a part of the tokens: {first_line(error)}"
+            why = f"it fails on a part of the tokens: {describe_error(error)}"
             way_out = (
                 "Leave it out with skip=, or have it take sizes, such as that of a table of biases, from its input"
             )

@@ -280,7 +280,7 @@ class AtomicCheckpoints(Technique):
         """Hook: the model and optimizers exist, so a checkpoint's size is known, and nothing is trained yet."""
         probe_folders(trainer, trainer.optimizers)
         is_ours = isinstance(trainer.strategy.checkpoint_io, AtomicCheckpointIO | BackgroundCheckpointIO)
-        if is_ours and trainer.checkpoint_callbacks and self.on_failed_save != "warn":
+        if is_ours:
             refuse_unreadable_settings(trainer)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -310,8 +310,7 @@ def probe_folders(trainer: L.Trainer, optimizers: Sequence[Optimizer]) -> None:
         OSError: on all ranks, if a folder fails; a warning instead with ``on_failed_save="warn"``.
     """
     reason = check_folders(trainer, optimizers)
-    policies = [callback.on_failed_save for callback in trainer.callbacks if isinstance(callback, AtomicCheckpoints)]
-    if reason is not None and "warn" in policies:
+    if reason is not None and _only_warns(trainer):
         warn(reason)
     elif reason is not None:
         raise OSError(reason)
@@ -319,11 +318,19 @@ def probe_folders(trainer: L.Trainer, optimizers: Sequence[Optimizer]) -> None:
 
 def refuse_unreadable_settings(trainer: L.Trainer) -> None:
     """Refuse hyper-parameters that :func:`refuse_unreadable` would refuse at the first checkpoint of the run."""
+    if not trainer.checkpoint_callbacks or _only_warns(trainer):
+        return
     for owner in filter(None, (trainer.lightning_module, trainer.datamodule)):
         settings = owner.hparams
         if isinstance(settings, dict):
             settings = dict(settings)  # as Lightning saves it
         refuse_unreadable({owner.CHECKPOINT_HYPER_PARAMS_KEY: settings})
+
+
+def _only_warns(trainer: L.Trainer) -> bool:
+    """Check whether the run is to continue where a checkpoint cannot be saved."""
+    policies = [callback.on_failed_save for callback in trainer.callbacks if isinstance(callback, AtomicCheckpoints)]
+    return "warn" in policies
 
 
 def check_folders(trainer: L.Trainer, optimizers: Sequence[Optimizer]) -> str | None:

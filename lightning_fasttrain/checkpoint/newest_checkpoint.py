@@ -28,7 +28,6 @@ from lightning_fasttrain.core.files import (
     CorruptCheckpoint,
     ForeignObjects,
     existing_path,
-    first_line,
     is_being_written,
     is_object_storage,
     is_temporary_file,
@@ -36,7 +35,7 @@ from lightning_fasttrain.core.files import (
     lock,
     read_archive,
 )
-from lightning_fasttrain.core.messages import explain, say, warn
+from lightning_fasttrain.core.messages import explain, first_line, say, warn
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 
 KEY = "lightning_fasttrain.run"

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.serialization import MAP_LOCATION
 
 from lightning_fasttrain.core.checks import require
-from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.messages import explain, first_line
 
 # What carries this prefix may be removed, so no user's file may have it.
 TEMPORARY = ".fasttrain-tmp-"
@@ -532,9 +532,3 @@ def _refuse_odd_header(path: Path) -> None:
             raise ValueError(f"the name {name[:120]!r}… has {len(name)} characters and {name.count('.') + 1} parts")
         if math.prod(shape) > largest * 8:  # no element takes less than a bit
             raise ValueError(f"{name[:120]!r} would have {math.prod(shape)} elements")
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error, without the advice and the C++ frames that may follow."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0][:200]

@@ -45,6 +45,24 @@ def list_some(names: Sequence[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + more
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error, without the advice and the C++ frames that may follow."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0][:200]
+
+
+def describe_error(error: BaseException) -> str:
+    """Return the class of an error and its first line; of a compiler's, the line that its back end raised.
+
+    Example:
+        >>> describe_error(ValueError("no such layer.\\nAdvice"))
+        'ValueError: no such layer'
+    """
+    # The errors of torch.compile keep in inner_exception what its back end raised.
+    cause = error.__cause__ or getattr(error, "inner_exception", None) or error
+    return f"{type(error).__name__}: {first_line(cause).strip()}".rstrip(".")
+
+
 def _rank() -> int:
     """Return the rank that Lightning knows; this file is also used where nothing has imported Lightning."""
     host = sys.modules.get("lightning.fabric.utilities.rank_zero")

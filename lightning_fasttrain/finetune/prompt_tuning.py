@@ -29,7 +29,7 @@ from lightning_fasttrain.finetune.selection.freezing import freeze_
 from lightning_fasttrain.finetune.selection.qualified_names import has_fake_parameters
 from lightning_fasttrain.finetune.selection.targets import (
     find_hugging_face_model,
-    find_targets,
+    find_layers,
     method_of,
     refuse_tied,
     require_peft,
@@ -97,7 +97,7 @@ def add_prompt_(model: nn.Module, config: "PeftConfig", *, train: Iterable[str] 
         there.update(adapters_on(module))
     trained_whole, whole = list(train), config.modules_to_save or []
     if trained_whole:
-        trained_whole = without_namesakes(list(find_targets(base, trained_whole)), base)
+        trained_whole = without_namesakes(list(find_layers(base, trained_whole, "train")), base)
         refuse_tied(base, trained_whole)
     config.modules_to_save = [*whole, *trained_whole] or None
     fill_(config, base)

@@ -23,10 +23,10 @@ from lightning_fasttrain.core.host.optimizer_steps import (
     unwrap_optimizer,
     whole_gradient,
 )
-from lightning_fasttrain.core.messages import explain, list_some
+from lightning_fasttrain.core.messages import describe_error, explain, list_some
 from lightning_fasttrain.core.modules.parameters import gradients_of, parameters_of
 from lightning_fasttrain.core.modules.select import modules_of
-from lightning_fasttrain.core.modules.wrapped_forward import Undo, first_line, patch
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.core.state.step_state import StepState
 from lightning_fasttrain.guards.step_guard import (
     JudgedSteps,
@@ -356,7 +356,7 @@ def first_layer_in_forward(model: nn.Module, repeat: Callable[[], object]) -> st
                 repeat()
         except Exception as error:
             # The step itself ran, so only the search for its NaN fails here.
-            return f"its layer was not found ({first_line(error)})"
+            return f"its layer was not found ({describe_error(error)})"
     return next(iter(found), "the non-finite value could not be reproduced by repeating the forward")
 
 

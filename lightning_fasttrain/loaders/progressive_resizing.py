@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from lightning_fasttrain.core.batch.leaves import batch_size, can_be_cut, list_tensors, pick_rows, walk_leaves
 from lightning_fasttrain.core.checks import PositiveFloat, PositiveInt, check_arguments
-from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.core.modules.wrapped_forward import Undo, first_line
+from lightning_fasttrain.core.messages import describe_error, explain
+from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.loaders.growth_schedule import GrowingBatches, Growth, grow_batches
 from lightning_fasttrain.micro_batching.normalizer.find_split import stage_of, stage_of_trainer
 from lightning_fasttrain.technique import Exactness
@@ -283,7 +283,7 @@ def try_image_sizes(stage: Stage, sample: object, sizes: Sequence[int], resize: 
                 if isinstance(error, torch.OutOfMemoryError):
                     raise
                 where = f" in '{running[-1]}'" if running and running[-1] else ""
-                why = f"the step fails{where} with {type(error).__name__}: {first_line(error)}"
+                why = f"the step fails{where} with {describe_error(error)}"
                 raise ValueError(explain(f"images of {size} pixels", why, _way_out(stage.models))) from error
 
 

@@ -16,16 +16,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_fasttrain.core.checks import NonNegativeFloat, PositiveInt, check_arguments, one_of
-from lightning_fasttrain.core.messages import explain, list_some, note_once, warn
+from lightning_fasttrain.core.messages import describe_error, explain, list_some, note_once, warn
 from lightning_fasttrain.core.modules.heads import SplitHead, find_heads, on_all_ranks, outside_blocks
-from lightning_fasttrain.core.modules.wrapped_forward import (
-    Undo,
-    WrappedForward,
-    first_line,
-    told_heads,
-    wrapper_on,
-    wrappers_on,
-)
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, WrappedForward, told_heads, wrapper_on, wrappers_on
 from lightning_fasttrain.loss.chunked import autocast_dtype
 from lightning_fasttrain.loss.deferred_logits import DeferredLogits, NeedsValuesError, scale_bias
 from lightning_fasttrain.loss.linear_cross_entropy import BACKENDS, linear_cross_entropy
@@ -419,7 +412,7 @@ class FusedHead(WrappedForward):
         try:
             return linear_cross_entropy(*tensors, **{**options, "backend": "compiled"})
         except (torch._dynamo.exc.TorchDynamoException, MiscompiledError) as error:
-            self.failure = first_line(error)
+            self.failure = describe_error(error)
         what = f"the loss of a head ({type(self.module).__name__}) could not be compiled and runs uncompiled"
         warn(explain(what, self.failure, "Fix the cause, or use CompileBlocks(head=False)"))
         return linear_cross_entropy(*tensors, **options)

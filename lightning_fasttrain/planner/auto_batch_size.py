@@ -12,9 +12,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_fasttrain.core.batch.leaves import batch_size
 from lightning_fasttrain.core.checks import PositiveFloat, PositiveInt, check_arguments
 from lightning_fasttrain.core.device import GIB, free_bytes
-from lightning_fasttrain.core.files import first_line
 from lightning_fasttrain.core.host.lightning import accumulation_continues
-from lightning_fasttrain.core.messages import explain, format_bytes, number_of, say
+from lightning_fasttrain.core.messages import explain, first_line, format_bytes, number_of, say
 from lightning_fasttrain.loaders import BatchSizeWarmup, SequenceLengthWarmup
 from lightning_fasttrain.micro_batching import MicroBatching, TokenWeightedAccumulation
 from lightning_fasttrain.planner.auto import AddsTechniques, Auto

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from lightning_fasttrain.core.device import GIB
-from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.core.modules.wrapped_forward import first_line
+from lightning_fasttrain.core.messages import describe_error, explain
 from lightning_fasttrain.micro_batching.padding.trim_search import TrimSearch
 from lightning_fasttrain.planner.candidates import Axes, Budget, Choice, PredictedMemory
 from lightning_fasttrain.planner.plan import TELLS, Tried, is_decided, simplest_of_equals_first, why_slower
@@ -250,7 +249,7 @@ class Search:
             return timed
         except Exception as error:
             self.refused.add(tried.choice)
-            self._note(replace(tried, why_not=first_line(error)))
+            self._note(replace(tried, why_not=describe_error(error)))
             return None
 
     def _note_lateness(self) -> None:

@@ -16,9 +16,8 @@ from torch.optim import Optimizer
 
 from lightning_fasttrain.core.checks import check_arguments, one_of
 from lightning_fasttrain.core.host.lightning import list_callbacks
-from lightning_fasttrain.core.messages import Report, explain, format_bytes, titled_table
+from lightning_fasttrain.core.messages import Report, describe_error, explain, format_bytes, titled_table
 from lightning_fasttrain.core.modules.parameters import count_parameters
-from lightning_fasttrain.core.modules.wrapped_forward import first_line
 from lightning_fasttrain.memory.fake_step import Factory, fake_model
 from lightning_fasttrain.memory.memory_report import MemoryReport
 from lightning_fasttrain.memory.predict_memory import PRECISIONS, Loss, predict_memory
@@ -297,7 +296,7 @@ class _Asker:
         except _REFUSED as error:
             return replace(row, why_not=str(error))
         except Exception as error:  # of the user's step, which runs with this technique for the first time
-            return replace(row, why_not=first_line(error))
+            return replace(row, why_not=describe_error(error))
         return row
 
     @property

@@ -246,7 +246,9 @@ class MemoryRecord:
         return text.getvalue()
 
 
-COLOURS: dict[str, str] = dict(zip(CATEGORIES, ("#3f68a8", "#e3a63d", "#8f7cbf", "#e0775c", "#b3b7bf", "#4f9f78"), strict=True))
+COLOURS: dict[str, str] = dict(
+    zip(CATEGORIES, ("#3f68a8", "#e3a63d", "#8f7cbf", "#e0775c", "#b3b7bf", "#4f9f78"), strict=True)
+)
 
 
 def memory_page(record: MemoryRecord) -> str:

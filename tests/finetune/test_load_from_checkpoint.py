@@ -1,6 +1,8 @@
 """Checkpoints of runs with adapters in Lightning's own ways: loaded without a Trainer, evaluated, refused, deployed."""
 
+import copy
 import importlib.util
+import pickle
 import re
 import subprocess
 import sys
@@ -85,6 +87,30 @@ def test_it_is_loaded_by_the_mixin_and_by_the_lines_that_a_plain_class_answers_w
     exec("\n".join(lines), there)
     assert torch.equal(outputs(there["model"]), outputs(trained))
     assert all(torch.equal(value, weights(trained)[key]) for key, value in weights(there["model"]).items())
+
+
+@pytest.mark.parametrize("mode", ["adapter", "full"])
+@pytest.mark.parametrize("name", ["LoRA", "LoRA with a head", "QLoRA", "prompt"])
+def test_weights_that_are_saved_after_the_run_never_load_as_the_base(name, mode, tmp_path):
+    """Of a module and its copies, by the Trainer of the run and by another one without the technique."""
+    net, techniques = CASES[name]
+    trained, t = net(), trainer(techniques(checkpoint=mode))
+    t.fit(trained, as_loader([batch(), batch()] if net is Net else BATCHES))
+    other = trainer()
+    other.strategy.connect(pickle.loads(pickle.dumps(copy.deepcopy(trained))))
+    other.lightning_module.trainer = other
+    for number, saving in enumerate((t, other)):
+        path = tmp_path / f"{number}.ckpt"
+        saving.save_checkpoint(path, weights_only=True)
+        for strict in (True, False):
+            with pytest.raises(RuntimeError, match=r"Add it, then load:(.|\n)*ft.apply\(model, \[ft\."):
+                net.load_from_checkpoint(path, strict=strict, weights_only=True)
+            loaded = with_mixin(net, techniques).load_from_checkpoint(path, strict=strict, weights_only=True)
+            assert torch.equal(outputs(loaded), outputs(trained))
+        model = net()
+        ft.apply(model, techniques())
+        load_trained_state_(model, path)
+        assert torch.equal(outputs(model), outputs(trained))
 
 
 class Predicts(TinyLM):

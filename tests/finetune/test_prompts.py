@@ -619,10 +619,10 @@ def token_classifier():
         (token_classifier, PromptTuning(3), TypeError, "BertForTokenClassification, of task unknown"),
         (recomputing, PrefixTuning(3), ValueError, "does not work with gradient checkpointing"),  # PEFT says
         (llama, PromptTuning(3, start=[99]), ValueError, "start holds token id 99: the vocabulary has 50 tokens"),
-        (llama, PromptTuning(3, train=["embed"]), ValueError, "targets='embed'"),
+        (llama, PromptTuning(3, train=["embed"]), ValueError, "train='embed'"),
         (llama, PromptTuning(3, name="a.b"), ValueError, "name='a.b'"),
         (lambda: nn.ModuleDict({"lm": llama(), "head": nn.Linear(4, 4)}), PromptTuning(3, train=["head"]), ValueError,
-         "targets='head' matches nothing in LlamaForCausalLM"),
+         "train='head' matches nothing in LlamaForCausalLM"),
     ],
 )  # fmt: skip
 def test_unsupported_models_are_refused_and_nothing_changes(make, technique, error, message):

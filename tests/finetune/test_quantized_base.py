@@ -594,6 +594,9 @@ def test_skip_without_a_match_is_refused():
     message = refusal(ValueError, TinyLM(), skip=["**.up", "**.router"])
     assert "skip='**.router' matches nothing" in message
     assert "Block ×3" in message
+    message = refusal(ValueError, TinyLM(), skip="up")
+    assert "a name is given in full, and blocks.0.up, blocks.1.up, blocks.2.up only end in it" in message
+    assert message.endswith("Give one of these, or the pattern '**.up'.")
     assert "skip=[3]" in refusal(TypeError, TinyLM(), skip=[3])
     assert "skip=int" in refusal(TypeError, TinyLM(), skip=int)
 

@@ -40,6 +40,7 @@ every_family = pytest.mark.parametrize("family", FAMILIES)
 tied_or_not = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing` is deprecated",  # PEFT asks for it
+    "ignore:Model has `tie_word_embeddings=True`",
     "ignore:save_adapter. .*has an adapter. it is also",
 )
 
@@ -108,6 +109,8 @@ def test_embeddings_train_in_full(family, tied, resized, tmp_path):
     save_adapter(model, tmp_path / "adapter")
     load_adapter_(plain, tmp_path / "adapter")
     assert torch.equal(logits(plain), expected)
+    theirs = peft.PeftModel.from_pretrained(build(family, tied, resized), tmp_path / "adapter")
+    assert torch.equal(logits(theirs), expected)
     export_model(model, tmp_path / "model")
     same(logits(type(model).from_pretrained(tmp_path / "model")), expected)
     assert torch.equal(logits(model), expected)
@@ -197,6 +200,14 @@ class Mirror(nn.Module):
         return self.head(self.down(self.mid(self.up(x)).tanh()))
 
 
+class Apart(Mirror):
+    """Two equal layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.down = copy.deepcopy(self.up)
+
+
 X = torch.linspace(-1, 1, 128).view(2, 64)
 
 
@@ -225,15 +236,39 @@ def test_module_in_two_places_trains_in_full(tmp_path):
     with torch.no_grad():
         model.up.modules_to_save["default"].weight += 1
     expected = model(X)
-    with pytest.warns(ft.FastTrainWarning, match="'up' has an adapter: it is also 'down', and PEFT would"):
-        save_adapter(model, tmp_path)
+    save_adapter(model, tmp_path)
     load_adapter_(again, tmp_path)
     assert torch.equal(again(X), expected)
+    assert again.down is again.up
+    assert torch.equal(peft.PeftModel.from_pretrained(Mirror(), tmp_path)(X), expected)
     assert set(ft.finetune.trained_state(model)) >= {
         f"{name}.modules_to_save.default.weight" for name in ("up", "down")
     }
     unload_adapters_(model)
     torch.testing.assert_close(model(X), expected)
+
+
+def test_places_that_peft_trained_apart_are_refused(tmp_path):
+    theirs = peft.get_peft_model(Mirror(), lora(target_modules=["mid"], modules_to_save=["up", "down"]))
+    theirs.save_pretrained(tmp_path / "equal")
+    theirs.base_model.model.down.modules_to_save["default"].bias.data += 1
+    theirs.save_pretrained(tmp_path / "apart")
+    load_adapter_(Mirror(), tmp_path / "equal")
+    with pytest.raises(ValueError, match="'up.bias' and 'down.bias' are of one module .* differ in the file"):
+        load_adapter_(Mirror(), tmp_path / "apart")
+    loaded = load_adapter_(Apart(), tmp_path / "apart")
+    assert loaded == ["mid"]
+
+
+def test_peft_adapts_a_layer_in_two_places_once(tmp_path):
+    """Whatever names the file has, so that a warning is all that can be done."""
+    model = Mirror()
+    add_adapter_(model, lora(), ["up", "mid"])
+    with pytest.warns(ft.FastTrainWarning, match="'up' has an adapter: it is also 'down', and PEFT would"):
+        save_adapter(model, tmp_path)
+    for targets in (["up", "mid"], ["up", "down", "mid"], ["down", "mid"]):
+        theirs = peft.get_peft_model(Mirror(), lora(target_modules=targets)).base_model.model
+        assert not hasattr(theirs.down, "lora_A")
 
 
 def test_failed_adapter_leaves_every_place_as_it_was(monkeypatch):

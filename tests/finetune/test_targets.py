@@ -61,6 +61,8 @@ def test_target_without_a_match_lists_similar_names_and_candidates():
         ft.finetune.find_targets(TinyLM(), "upp")
     with pytest.raises(ValueError, match=r"targets='q_proj'"):  # one of two is enough
         ft.finetune.find_targets(TinyLM(), ["up", "q_proj"])
+    with pytest.raises(ValueError, match=r"^train='nothing' matches nothing in TinyLM"):
+        ft.apply(TinyLM(), [ft.LoRA(rank=2, train="nothing")])
     with pytest.raises(ValueError, match="at least one layer"):
         ft.finetune.find_targets(TinyLM(), [])
     with pytest.raises(TypeError, match=r"targets=\[3\]\): entry 0: expected a string, .* got a whole number"):

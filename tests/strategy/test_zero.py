@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from datetime import timedelta
 
 import lightning as L
 import pytest
@@ -338,6 +339,28 @@ def test_an_unknown_stage_is_refused_with_the_known_ones(kind, stage):
 def test_contradicting_settings_are_refused(kind, arguments, words):
     with pytest.raises(ValueError, match=words):
         kind(**arguments)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(None, "there is no such file"), ("{'a': 1}", "not valid JSON"), ("[1]", "contains a list instead of")],
+)
+def test_a_config_that_cannot_be_read_is_refused(kind, content, words, tmp_path):
+    path = tmp_path / "deepspeed.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises((ValueError, FileNotFoundError), match=f"config='{path}': .*{words}"):
+        kind(config=path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_settings_of_lightning_are_used_beside_a_config(kind, tmp_path):
+    path = tmp_path / "deepspeed.json"
+    path.write_text('{"zero_optimization": {"stage": 3}}')
+    strategy = kind(config=path, load_full_weights=True, loss_scale=2.0, timeout=timedelta(seconds=9))
+    assert strategy.stage == 3
+    assert (strategy.load_full_weights, strategy.loss_scale, strategy._timeout) == (True, 2.0, timedelta(seconds=9))
 
 
 @pytest.mark.parametrize("precision", ["16-mixed", "16-true"])

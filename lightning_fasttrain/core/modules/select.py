@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.messages import explain, list_some
 
 Named = str | type[nn.Module]
 Blocks = Named | Iterable[Named]
@@ -82,15 +82,25 @@ def select(
         if not matched:
             word = getattr(one, "__name__", one)
             what = f"{argument}={word!r}".removeprefix("=")
-            kinds = set(map(class_name, model.modules()))
-            ends = {name.rpartition(".")[2] for name in places}
-            near = difflib.get_close_matches(str(word), [*filter(None, {*places, *ends}), *kinds], n=4, cutoff=0.5)
-            why = f"candidates are {(list_candidates or list_kinds)(model)}"
-            listed = ", ".join(near) or "none"
-            way_out = f"Similar names: {listed}. Give a name, a pattern such as 'blocks.*', or a class"
+            why, way_out = _say_why_nothing_matches(model, str(word), places, list_candidates or list_kinds)
             raise ValueError(explain(f"{what} matches nothing in {type(model).__name__}", why, way_out))
         found |= matched
     return {name: module for name, module in places.items() if name in found}
+
+
+def _say_why_nothing_matches(
+    model: nn.Module, word: str, places: Mapping[str, nn.Module], list_candidates: Callable[[nn.Module], str]
+) -> tuple[str, str]:
+    """Return the reason and the way out."""
+    ending = [name for name in places if name.endswith(f".{word}")]
+    if ending:
+        why = f"a name is given in full, and {list_some(ending)} only end in it"
+        return why, f"Give one of these, or the pattern '**.{word}'"
+    kinds = set(map(class_name, model.modules()))
+    ends = {name.rpartition(".")[2] for name in places}
+    near = difflib.get_close_matches(word, [*filter(None, {*places, *ends}), *kinds], n=4, cutoff=0.5)
+    way_out = f"Similar names: {', '.join(near) or 'none'}. Give a name, a pattern such as 'blocks.*', or a class"
+    return f"candidates are {list_candidates(model)}", way_out
 
 
 def _refuse_other_kinds(wanted: object, argument: str) -> None:

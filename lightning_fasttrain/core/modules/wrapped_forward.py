@@ -203,14 +203,6 @@ def without_rounding(models: Iterable[nn.Module]) -> Iterator[None]:
             wrapper.paused = False
 
 
-def first_line(error: BaseException) -> str:
-    """Return the message of a compiler's back end in one line."""
-    # The errors of torch.compile keep in inner_exception what its back end raised.
-    cause = error.__cause__ or getattr(error, "inner_exception", None) or error
-    line = next(iter(str(cause).strip().splitlines()), type(cause).__name__)
-    return f"{type(error).__name__}: {line.strip()}".rstrip(".")
-
-
 def patch(target: object, name: str, value: object) -> Undo:
     """Set an attribute on one *instance* and return how to restore it; the class is never touched.
 

@@ -2,15 +2,16 @@
 
 import os
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor, nn
 
 from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.files import CorruptCheckpoint, read_archive
-from lightning_fasttrain.core.host.lightning import replicates
+from lightning_fasttrain.core.host.lightning import replicates, trainer_of
 from lightning_fasttrain.core.messages import explain, warn
 from lightning_fasttrain.core.modules.select import is_part_of
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch_all
@@ -150,7 +151,7 @@ def complete_state(model: nn.Module, checkpoint: Mapping[str, Any]) -> dict[str,
 
 
 def checkpoint_adapters_(trainer: L.Trainer, module: L.LightningModule, what_trains: bool) -> Undo:
-    """Describe the adapters in a run's checkpoints, and compare adapters and base when loading them.
+    """Describe the adapters in a run's checkpoints, also in those after it; compare adapters and base when loading.
 
     A checkpoint of the complete model is loaded completely. A strategy that loads the model by itself, as FSDP2Strategy
     and ZeROStrategy do, calls its own ``names_to_load`` for the expected names.
@@ -165,7 +166,8 @@ def checkpoint_adapters_(trainer: L.Trainer, module: L.LightningModule, what_tra
 
     def save_checkpoint(checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         # Lightning calls this on all ranks, and the fingerprint of sharded weights needs all of them.
-        save(_described(checkpoint, trainer, module, what_trains), *args, **kwargs)
+        calls = list(map(_call_of, adding_techniques(trainer.callbacks)))
+        save(_described(checkpoint, trainer, module, what_trains, calls), *args, **kwargs)
 
     def load_model_state_dict(checkpoint: dict[str, Any], strict: bool = True) -> None:
         # In place, for the callbacks that read the checkpoint afterwards.
@@ -188,25 +190,51 @@ def checkpoint_adapters_(trainer: L.Trainer, module: L.LightningModule, what_tra
         changed["names_to_load"] = names_to_load
     else:
         changed["load_model_state_dict"] = load_model_state_dict
-    return patch_all(strategy, changed)
+    undo = patch_all(strategy, changed)
+
+    def end() -> None:
+        undo()
+        module.on_save_checkpoint = AdapterCheckpoints(module, trainer.callbacks, what_trains)
+
+    return end
 
 
-def describe_adapters_(
-    checkpoint: dict[str, Any], trainer: L.Trainer, module: L.LightningModule, what_trains: bool
-) -> None:
-    """Do to a checkpoint that is saved after the run what :func:`checkpoint_adapters_` does during the run."""
-    if not adapter_parameters(module):  # they were merged and unloaded, and the plain model is saved
-        return
-    state = checkpoint["state_dict"]
-    trained = _trained_part(state, module)
-    smaller = what_trains and len(trained) < len(state)
-    if smaller:
-        checkpoint["state_dict"] = trained
-    checkpoint.update(_described(checkpoint, trainer, module, smaller))
+class AdapterCheckpoints:
+    """Replacement of a module's ``on_save_checkpoint``, for checkpoints that are saved after a run with an adapter.
+
+    The adapter stays in the module after the run, and so does this: of all hooks of a Trainer, a checkpoint of weights
+    only calls this one alone. It does what :func:`checkpoint_adapters_` does during the run.
+    """
+
+    def __init__(self, module: L.LightningModule, techniques: Sequence[Technique], what_trains: bool) -> None:
+        self.module, self.what_trains = module, what_trains
+        self.calls = list(map(_call_of, adding_techniques(techniques)))
+        self.inner = module.on_save_checkpoint
+        if isinstance(self.inner, AdapterCheckpoints):  # of an earlier run
+            self.inner = self.inner.inner
+
+    def __call__(self, checkpoint: dict[str, Any]) -> None:
+        self.inner(checkpoint)
+        trainer = trainer_of(self.module)
+        if trainer is None or not replicates(trainer.strategy) or not adapter_parameters(self.module):
+            return  # others write files of their own; without parameters, the plain model is saved
+        if "save_checkpoint" in vars(trainer.strategy) or _runs_without_techniques(trainer):
+            return
+        state = checkpoint["state_dict"]
+        trained = _trained_part(state, self.module)
+        smaller = self.what_trains and len(trained) < len(state)
+        if smaller:
+            checkpoint["state_dict"] = trained
+        checkpoint.update(_described(checkpoint, trainer, self.module, smaller, self.calls))
+
+
+def _runs_without_techniques(trainer: L.Trainer) -> bool:
+    """Check for a run that would not know how to resume from such a checkpoint."""
+    return trainer.state.status == TrainerStatus.RUNNING and not adding_techniques(trainer.callbacks)
 
 
 def _described(
-    checkpoint: dict[str, Any], trainer: L.Trainer, module: L.LightningModule, of_part: bool
+    checkpoint: dict[str, Any], trainer: L.Trainer, module: L.LightningModule, of_part: bool, calls: Sequence[str]
 ) -> dict[str, Any]:
     more: dict[str, Any] = {}
     if settings := _settings_of_adapters(module):
@@ -214,7 +242,7 @@ def _described(
     if of_part:
         more[FINGERPRINT] = base_fingerprint(module)
     if replicates(trainer.strategy):  # others write files that load_from_checkpoint cannot read
-        more["state_dict"] = {**checkpoint["state_dict"], **_refusal(trainer, module)}
+        more["state_dict"] = {**checkpoint["state_dict"], **_refusal(module, calls)}
     return {**checkpoint, **more}
 
 
@@ -224,7 +252,7 @@ def adding_techniques(techniques: Iterable[object]) -> list[Technique]:
     return [one for one in techniques if isinstance(one, Technique) and one.surgery in adds]
 
 
-def _refusal(trainer: L.Trainer, module: L.LightningModule) -> dict[str, Any]:
+def _refusal(module: L.LightningModule, calls: Sequence[str]) -> dict[str, Any]:
     """Return an entry of a ``state_dict`` that no model without the adapter can load, and that says what to do.
 
     Without it, ``load_from_checkpoint`` of a class that does not add the adapter returns the base model if
@@ -238,7 +266,7 @@ def _refusal(trainer: L.Trainer, module: L.LightningModule) -> dict[str, Any]:
     name = type(module).__name__
     lines = ["(none).", f"This checkpoint of {name} holds an adapter, and the model has none. Add it, then load:"]
     lines.append(f"    model = {name}(...)")
-    lines.append(f"    ft.apply(model, [{', '.join(map(_call_of, adding_techniques(trainer.callbacks)))}])")
+    lines.append(f"    ft.apply(model, [{', '.join(calls)}])")
     lines.append("    ft.finetune.load_trained_state_(model, path)")
     lines.append(f"Where {name} is a FastTrainMixin that names its techniques, load_from_checkpoint does so.\n")
     entry: Any = OrderedDict()  # the only container that torch.load(weights_only=True) returns with its attributes

@@ -197,14 +197,21 @@ def _check_quantized(name: str, layer: object, config: "PeftConfig") -> None:
 
 def without_namesakes(names: list[str], root: nn.Module) -> list[str]:
     """Refuse names that PEFT's suffix matching would also find in other modules, and return ``names``."""
-    modules = dict(root.named_modules(remove_duplicate=False))
+    for name, other in find_namesakes(names, root).items():
+        why = f"PEFT would also train '{other}', whose name has the same ending"
+        raise ValueError(explain(f"train=['{name}']", why, "Give the module a unique name in the model"))
+    return names
+
+
+def find_namesakes(names: list[str], root: nn.Module) -> dict[str, str]:
+    """Map those of the names that end the name of another module, which PEFT would take for them, to that name."""
+    modules, found = dict(root.named_modules(remove_duplicate=False)), dict[str, str]()
     for name in names:
         for other in names_not_in(modules, names):
             is_other = other.endswith(name) and modules[other] is not modules[name]
             if is_other and not other.startswith(f"{name}."):
-                why = f"PEFT would also train '{other}', whose name has the same ending"
-                raise ValueError(explain(f"train=['{name}']", why, "Give the module a unique name in the model"))
-    return names
+                found.setdefault(name, other)
+    return found
 
 
 def is_there(there: dict[str, Any], name: str, config: "PeftConfig") -> bool:

@@ -3,7 +3,6 @@
 import copy
 import re
 import warnings
-from collections import Counter
 from collections.abc import Collection, Iterable
 from contextlib import ExitStack, suppress
 from itertools import chain
@@ -14,9 +13,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from lightning_fasttrain.core.checks import check_arguments
-from lightning_fasttrain.core.files import first_line
 from lightning_fasttrain.core.host.late_parameters import notices_late_parameters
-from lightning_fasttrain.core.messages import explain, list_some, say, warn
+from lightning_fasttrain.core.messages import explain, first_line, list_some, say
 from lightning_fasttrain.core.modules.heads import find_heads
 from lightning_fasttrain.core.modules.parameters import count_parameters
 from lightning_fasttrain.core.modules.select import (
@@ -69,6 +67,7 @@ from lightning_fasttrain.finetune.selection.targets import (
     ALL_LINEAR,
     Targets,
     describe_uncovered,
+    find_layers,
     find_target_parameters,
     find_targets,
     list_layer_kinds,
@@ -153,7 +152,7 @@ def add_adapter_(
     wanted = targets if targets is not None else (config.target_modules or default)
     found = {} if tensors and wanted == [] else find_targets(model, wanted)
     thin = _remove_thin(found, config) if wanted == ALL_LINEAR else []
-    whole = find_targets(model, list(train)) if train else {}
+    whole = find_layers(model, train, "train")
     _refuse_both(found, whole)
     refuse_tied(model, found)
     refuse_tied(model, whole, together=True)
@@ -247,7 +246,9 @@ def _fill_in_(
         config.target_parameters = shortest_ends(strip_prefix(tensors, prefix), list(base_names(root).values()))
     # (IA)³ scales the inputs of these layers, and the outputs of the others.
     if getattr(config, "feedforward_modules", None):
-        feedforward = names_in(strip_prefix(find_targets(model, config.feedforward_modules), prefix), inside)
+        feedforward = names_in(
+            strip_prefix(find_layers(model, as_list(config.feedforward_modules), "feedforward_modules"), prefix), inside
+        )
         config.feedforward_modules = _as_peft_keeps(shortest_names(feedforward, root))
     if whole:
         config.modules_to_save = without_namesakes(strip_prefix(whole, prefix), root)
@@ -389,17 +390,6 @@ def adapter_state(root: nn.Module, name: str) -> dict[str, Tensor]:
     state = get_peft_model_state_dict(root, adapter_name=name, save_embedding_layers=False)
     again = set(chain.from_iterable(names[1:] for names in Sharing(root).names.values()))
     return {key: tensor for key, tensor in state.items() if not is_inside(key, again)}
-
-
-def warn_of_what_peft_misses(root: nn.Module) -> None:
-    """Warn of adapters of modules in several places, which PEFT would add in the first place only."""
-    sharing, held = Sharing(root), Counter(child for _, _, child in list_places(root))
-    for module, number in held.items():
-        if number > 1 and is_a(module, TUNER, WRAPPER):
-            first, *others = sharing.names[module]
-            why = f"it is also {list_some(list(map(repr, others)))}, and PEFT would adapt '{first}' alone"
-            way_out = "Load the file with load_adapter_, or export the model with export_model"
-            warn(explain(f"save_adapter: '{first}' has an adapter", why, way_out))
 
 
 def _inject(config: "PeftConfig", root: nn.Module, name: str) -> None:

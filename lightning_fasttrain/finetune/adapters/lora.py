@@ -17,7 +17,7 @@ from lightning_fasttrain.core.messages import explain, list_some, note_once, num
 from lightning_fasttrain.core.modules.select import as_list, find_tuners
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, undo_all
 from lightning_fasttrain.core.state.rng import random_state, set_random_state
-from lightning_fasttrain.finetune.adapters.adapter_checkpoints import checkpoint_adapters_, describe_adapters_
+from lightning_fasttrain.finetune.adapters.adapter_checkpoints import checkpoint_adapters_
 from lightning_fasttrain.finetune.adapters.add_adapter import adapter_parameters, add_adapter_
 from lightning_fasttrain.finetune.adapters.initializations import Batches
 from lightning_fasttrain.finetune.selection.float32_adapters import let_round_
@@ -158,13 +158,6 @@ class Adapter(Technique):
         if not self._looked:
             self._looked = True
             _warn_of_what_got_no_gradient(pl_module)
-
-    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Hook: the strategy is as before once the run has ended, and a checkpoint is still to be a small one."""
-        # During the run the strategy does it, after callbacks such as WeightAveraging have written states of their own.
-        runs = "save_checkpoint" in vars(trainer.strategy)
-        if replicates(trainer.strategy) and not runs:
-            describe_adapters_(checkpoint, trainer, pl_module, self.checkpoint == "adapter")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the random state that the adapter's dropout uses; empty in distributed runs: ranks differ in it."""

@@ -11,7 +11,7 @@ from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.select import Blocks, as_list
 from lightning_fasttrain.finetune.adapters.lora import LoRA
 from lightning_fasttrain.finetune.quantized.quantized_base import ALL_OR_SKIP, NONE_LEFT, QuantizedBase
-from lightning_fasttrain.finetune.selection.targets import ALL_LINEAR, Targets, find_targets
+from lightning_fasttrain.finetune.selection.targets import ALL_LINEAR, Targets, find_layers
 from lightning_fasttrain.technique import Capability, Conflict, Setting, Surgery
 from lightning_fasttrain.technique.declarations import PredictedStep
 
@@ -93,7 +93,7 @@ class QLoRA(LoRA):
         # A copy, so that a second model gets the configured skip.
         base, skip = copy.copy(self.base), self.base.skip
         if self.train:  # fully trained modules cannot be packed
-            base.skip = [*as_list(skip), *find_targets(model, self.train)]
+            base.skip = [*as_list(skip), *find_layers(model, self.train, "train")]
         base.apply(model)
         self.base.report = base.report
         super().apply(model)

@@ -2,6 +2,7 @@
 
 import copy
 import re
+from collections import Counter
 from collections.abc import Mapping
 from itertools import starmap
 from pathlib import Path
@@ -13,17 +14,29 @@ from torch.distributed.tensor import DTensor
 
 from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.files import open_safetensors
-from lightning_fasttrain.core.messages import explain, warn
-from lightning_fasttrain.core.modules.select import list_names_above
+from lightning_fasttrain.core.messages import explain, list_some, warn
+from lightning_fasttrain.core.modules.select import (
+    TUNER,
+    WRAPPER,
+    Sharing,
+    is_a,
+    is_inside,
+    list_names_above,
+    list_places,
+)
 from lightning_fasttrain.core.state.rng import keep_random_state
-from lightning_fasttrain.finetune.adapters.adapter_checks import check_config, check_name, refuse_namesake
+from lightning_fasttrain.finetune.adapters.adapter_checks import (
+    check_config,
+    check_name,
+    find_namesakes,
+    refuse_namesake,
+)
 from lightning_fasttrain.finetune.adapters.add_adapter import (
     adapted_modules,
     adapter_parameters,
     adapter_state,
     add_adapter_,
     use_prompt_,
-    warn_of_what_peft_misses,
 )
 from lightning_fasttrain.finetune.files.adapter_config import read_config, refuse_unrepeatable, written_config
 from lightning_fasttrain.finetune.files.adapter_folder import (
@@ -39,6 +52,7 @@ from lightning_fasttrain.finetune.files.adapter_layers import PREFIX, WRONG_BASE
 from lightning_fasttrain.finetune.files.expected_tensors import (
     expected_tensors,
     refuse_not_finite,
+    refuse_other_copies,
     refuse_other_tensors,
     refuse_other_ties,
     refuse_other_tokens,
@@ -59,6 +73,7 @@ from lightning_fasttrain.finetune.selection.base_fingerprint import (
     first_few,
     refuse_other_base,
 )
+from lightning_fasttrain.finetune.selection.float32_adapters import trained_copies
 from lightning_fasttrain.finetune.selection.qualified_names import list_trainable, names_not_in, prefix_of, strip_prefix
 from lightning_fasttrain.finetune.selection.targets import has_ending, match_exactly, method_of
 
@@ -75,6 +90,10 @@ def save_adapter(model: nn.Module, folder: Folder, *, name: str | None = None) -
     settings. If the process dies, the folder holds either the old or the new adapter: the tensor file is replaced
     atomically, and differing settings are deleted first, so that PEFT never finds settings of another adapter. In
     distributed runs every process must call this function, and rank 0 writes.
+
+    A module in several places that trains in full is saved under each of its names, since PEFT has a copy for each
+    place, which it trains apart. An adapter of a layer in several places is saved once, with a warning: PEFT would add
+    it to the first place only.
 
     Args:
         model: any module with an adapter, or one that holds the adapted module.
@@ -113,7 +132,7 @@ def save_adapter(model: nn.Module, folder: Folder, *, name: str | None = None) -
         raise ValueError(explain(f"adapter '{name}'", why, "Save it with the PeftModel's save_pretrained")) from error
     _warn_of_what_is_left_out(model, {f"{prefix}{key}" for key in state})
     refuse_shards(state)
-    warn_of_what_peft_misses(root)
+    config, state = _repeat_in_all_places(root, name, config, state)
     before = "" if config.is_prompt_learning else PREFIX  # PEFT's prefix in files
     tensors = {f"{before}{key}": tensor.detach() for key, tensor in state.items()}
     write_adapter(target, tensors, written_config(config, plain_model(root)), root)
@@ -181,6 +200,8 @@ def load_adapter_(
         refuse_unrepeatable(config, f"the adapter in {source}")
         keys = _layer_keys(list(file.keys()), source)
         place = find_place(model, keys, config, name, source, fingerprint)
+        refuse_other_copies(place, file, str(source))
+        keys = names_not_in(keys, place.copies)
         refuse_namesake(name, base_names(place.root).values())
         if hasattr(config, "feedforward_modules"):
             place.scaled = _scaled_at_input(place, config, keys, file)
@@ -230,6 +251,26 @@ def refuse_shards(state: Mapping[str, Tensor]) -> None:
     if shards:
         why = "the model is sharded, and this process holds only a shard of it"
         raise ValueError(explain(f"{first_few(shards)}", why, "Gather the model first, or save Lightning's checkpoint"))
+
+
+def _repeat_in_all_places(
+    root: nn.Module, name: str, config: "PeftConfig", state: dict[str, Tensor]
+) -> tuple[Any, dict[str, Tensor]]:
+    """Return settings and tensors with all names of each module in several places, as far as PEFT can use them."""
+    config, state, sharing = copy.copy(config), dict(state), Sharing(root)
+    for module, number in Counter(child for _, _, child in list_places(root)).items():
+        if number < 2 or not is_a(module, TUNER, WRAPPER):
+            continue
+        first, *others = sharing.names[module]
+        if name not in trained_copies(module) or find_namesakes(others, root):
+            why = f"it is also {list_some(list(map(repr, others)))}, and PEFT would adapt '{first}' alone"
+            way_out = "Load the file with load_adapter_, or export the model with export_model"
+            warn(explain(f"save_adapter: '{first}' has an adapter", why, way_out))
+            continue
+        config.modules_to_save = list(dict.fromkeys([*(config.modules_to_save or ()), *others]))
+        for key in [key for key in state if is_inside(key, [first])]:
+            state.update({f"{other}{key.removeprefix(first)}": state[key] for other in others})
+    return config, state
 
 
 def _layer_keys(keys: list[str], source: Path) -> list[str]:

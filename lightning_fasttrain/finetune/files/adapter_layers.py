@@ -1,6 +1,6 @@
 """Match the tensors in an adapter's file to layers of a model."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -9,7 +9,7 @@ import lightning as L
 from torch import nn
 
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.core.modules.select import is_inside, list_names_above
+from lightning_fasttrain.core.modules.select import Sharing, is_inside, list_names_above
 from lightning_fasttrain.finetune.files.adapter_folder import WEIGHTS
 from lightning_fasttrain.finetune.selection.base_fingerprint import (
     Fingerprint,
@@ -43,6 +43,7 @@ class Place:
         scaled: names of the targets that (IA)³ scales at their input.
         tokens: name of each embedding with trained rows → the indices of the rows.
         tensors: name of each tensor with an adapter, such as a layer's experts → name of its module.
+        copies: tensors under further names of a module in several places → those under its first name.
     """
 
     prefix: str
@@ -52,6 +53,7 @@ class Place:
     scaled: list[str] = field(default_factory=list)
     tokens: dict[str, list[int]] = field(default_factory=dict)
     tensors: dict[str, str] = field(default_factory=dict)
+    copies: dict[str, str] = field(default_factory=dict)
 
 
 def refuse_other_model(what: str, why: str) -> NoReturn:
@@ -71,8 +73,7 @@ def find_place(
     Raises:
         ValueError: no module has them, or several have; the module has another fingerprint than the file's base.
     """
-    targets = _layers_in_file(keys, config)
-    if not targets:
+    if not _layers_in_file(keys, config):
         why = f"it has no tensors of a {method_of(config)} adapter"
         raise ValueError(explain(f"{source / WEIGHTS}", why, "Save it again"))
     place = _find_only_place(model, keys, config, name)
@@ -80,7 +81,8 @@ def find_place(
     what = f"the adapter in {source}"
     if fingerprint is not None:
         refuse_other_base(fingerprint, root, what, WRONG_BASE)
-    layers = plain_modules(root)
+    layers, keys = plain_modules(root), names_not_in(keys, _find_copies(root, keys))
+    targets = _layers_in_file(keys, config)
     if place is None:
         absent = names_not_in(targets, layers) or names_outside(keys, set(targets))
         refuse_other_model(what, f"{type(model).__name__} has no {first_few(absent)}")
@@ -92,24 +94,40 @@ def find_place(
 
 
 def _find_only_place(model: nn.Module, keys: list[str], config: "PeftConfig", name: str) -> Place | None:
-    targets, tokens = _layers_in_file(keys, config), _tokens_in_file(keys, config)
-    inside = {*targets, *tokens}
-    rest = names_outside(keys, inside)
-    found = []
+    found, every_key = [], keys
     for prefix, root in _candidates(model, name).items():
+        copies = _find_copies(root, every_key)
+        keys = names_not_in(every_key, copies)
+        targets, tokens = _layers_in_file(keys, config), _tokens_in_file(keys, config)
+        inside = {*targets, *tokens}
+        rest = names_outside(keys, inside)
         layers, owned = plain_modules(root), set(base_names(root).values())
         whole = _find_whole(layers, config, rest)
         foreign = names_outside(names_not_in(rest, owned), set(whole))
         if inside <= layers.keys() and not foreign:
             tensors = {tensor: name for tensor, name in _tensors_meant(root, config).items() if name in targets}
             alone = names_not_in(targets, tensors.values())
-            found.append(Place(prefix, root, alone, whole, tokens=tokens, tensors=tensors))
+            found.append(Place(prefix, root, alone, whole, tokens=tokens, tensors=tensors, copies=copies))
     if len(found) > 1:
         names = [place.prefix.removesuffix(".") or "the model itself" for place in found]
         why = f"{first_few(names)} have its layers"
         way_out = f"Name one: load_adapter_(model.{names[0]}, …)"
         raise ValueError(explain(f"{type(model).__name__} has several places for the adapter", why, way_out))
     return next(iter(found), None)
+
+
+def _find_copies(root: nn.Module, keys: Collection[str]) -> dict[str, str]:
+    """Map the tensors under further names of modules in several places to those under the module's first name."""
+    holders, firsts = adapter_holders(root), dict[str, str]()
+    for names in Sharing(root).names.values():
+        first, *others = [plain for name in names if (plain := plain_name(name, holders)) is not None] or [""]
+        firsts.update(dict.fromkeys(others, first))
+    found: dict[str, str] = {}
+    for key in keys:
+        above = next((name for name in reversed(list_names_above(key)) if name in firsts), None)
+        if above is not None and firsts[above] != above:
+            found[key] = f"{firsts[above]}{key.removeprefix(above)}"
+    return {key: first for key, first in found.items() if first in keys}
 
 
 def _layers_in_file(keys: Iterable[str], config: "PeftConfig") -> list[str]:

@@ -173,6 +173,19 @@ def refuse_other_ties(place: Place, file: object, what: str) -> None:
                 raise ValueError(explain(what, why, "Untie the two in the model first"))
 
 
+def refuse_other_copies(place: Place, file: object, what: str) -> None:
+    """Refuse different values for one module in several places; PEFT trains the places apart.
+
+    Raises:
+        ValueError: they differ; the message names two.
+    """
+    for key, first in place.copies.items():
+        if not torch.equal(file.get_tensor(f"{PREFIX}{key}"), file.get_tensor(f"{PREFIX}{first}")):
+            why = f"'{first}' and '{key}' are of one module in this model, and differ in the file"
+            way_out = "Give each place a module of its own first, such as a copy.deepcopy"
+            raise ValueError(explain(what, why, way_out))
+
+
 def refuse_sizes_beyond_the_layers(place: Place, config: "PeftConfig", file: object, what: str) -> None:
     """Refuse sizes in the settings that exceed the layers' sizes, before memory of that size is allocated.
 

@@ -78,8 +78,8 @@ def find_targets(model: nn.Module, targets: Targets = ALL_LINEAR) -> dict[str, n
         >>> list(find_targets(net, ["1.linear2", nn.LayerNorm, re.compile(r"\\d")]))
         ['0', '0.norm1', '0.norm2', '1', '1.linear2', '1.norm1', '1.norm2', '2']
     """
-    layers = layers_of(model)  # a layer with an adapter is listed as the original layer
     if isinstance(targets, str) and targets.lower() == ALL_LINEAR:
+        layers = layers_of(model)  # a layer with an adapter is listed as the original layer
         heads = [*find_heads(model), *read_past(model)]
         linear = {name: layer for name, layer in layers.items() if name not in heads and is_linear(layer)}
         found = {name: layer for name, layer in linear.items() if is_product(layer)}
@@ -91,12 +91,22 @@ def find_targets(model: nn.Module, targets: Targets = ALL_LINEAR) -> dict[str, n
     wanted = as_list(targets)
     if not wanted:
         raise ValueError(explain("targets=[]", "an adapter needs at least one layer", f"Use '{ALL_LINEAR}'"))
+    return find_layers(model, wanted, "targets")
+
+
+def find_layers(model: nn.Module, wanted: Iterable[Target], argument: str) -> dict[str, nn.Module]:
+    """Return the layers that names, patterns and classes mean, as :func:`find_targets` does.
+
+    Raises:
+        ValueError: one of them matches nothing; the message names ``argument``, which gave them.
+    """
+    layers = layers_of(model)
     all_names = {names[0]: names for names in Sharing(model).names.values()}
 
     def means(name: str, layer: nn.Module, target: Target) -> bool:
         return any(_is_target(one, layer, target) for one in all_names[name])
 
-    return select(model, wanted, layers, "targets", means, lambda _: list_layer_kinds(layers))
+    return select(model, wanted, layers, argument, means, lambda _: list_layer_kinds(layers))
 
 
 def is_product(layer: nn.Module) -> bool:

@@ -14,8 +14,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from lightning_fasttrain.core.distributed import is_sharded
+from lightning_fasttrain.core.messages import describe_error
 from lightning_fasttrain.core.modules.recomputation import capturing_nothing, recomputed_outside, without_graph
-from lightning_fasttrain.core.modules.wrapped_forward import first_line, has_dropout, without_dropout
+from lightning_fasttrain.core.modules.wrapped_forward import has_dropout, without_dropout
 from lightning_fasttrain.core.state.rng import random_state, set_random_state
 from lightning_fasttrain.core.state.step_state import StepState
 
@@ -83,7 +84,7 @@ def check_compiled(
         raise  # a compiler error, which the caller handles
     except Exception as error:
         # An error of the block itself will be raised by its own call.
-        return Verdict(unchecked=first_line(error))
+        return Verdict(unchecked=describe_error(error))
 
 
 def _why_not(module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> str:

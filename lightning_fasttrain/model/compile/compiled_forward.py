@@ -14,13 +14,12 @@ from torch.torch_version import TorchVersion
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
-from lightning_fasttrain.core.messages import explain, note_once, warn_on_any_rank
+from lightning_fasttrain.core.messages import describe_error, explain, note_once, warn_on_any_rank
 from lightning_fasttrain.core.modules.parameters import device_of
 from lightning_fasttrain.core.modules.recomputation import refuse_second_derivative
 from lightning_fasttrain.core.modules.wrapped_forward import (
     Undo,
     WrappedForward,
-    first_line,
     has_dropout,
     undo_all,
     wrappers_on,
@@ -386,7 +385,7 @@ class CompiledForward(WrappedForward):
         except torch._dynamo.exc.TorchDynamoException as error:  # not a block's own errors
             if not self.fallback:
                 raise
-            self.failure = first_line(error)
+            self.failure = describe_error(error)
             what = f"block '{self.name}' ({type(self.module).__name__}) could not be compiled and runs eagerly"
             way_out = "Fix the cause, exclude this block with blocks=, or use fallback=False to see the complete error"
             # The compiler may fail on one rank only.

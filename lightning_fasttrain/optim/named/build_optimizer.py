@@ -13,9 +13,8 @@ from torch.optim import Optimizer
 from lightning_fasttrain.core.checks import NonNegativeFloat, PositiveFloat, check_arguments, one_of, require
 from lightning_fasttrain.core.checks.annotations import find_problem
 from lightning_fasttrain.core.checks.arguments import show
-from lightning_fasttrain.core.files import first_line
 from lightning_fasttrain.core.host.lightning import has_same_gradients
-from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.messages import explain, first_line
 from lightning_fasttrain.optim.closure_optimizer import Groups
 from lightning_fasttrain.optim.galore import block_matrices, galore_groups
 from lightning_fasttrain.optim.named.host_optimizer import HostOptimizer

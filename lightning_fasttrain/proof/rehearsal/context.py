@@ -22,9 +22,8 @@ from lightning_fasttrain.checkpoint.loader_state.attributes import watch_attribu
 from lightning_fasttrain.checkpoint.loader_state.resumable_loader import ResumableLoader
 from lightning_fasttrain.core.batch import count_bytes
 from lightning_fasttrain.core.distributed import gather, pack, unpack
-from lightning_fasttrain.core.files import first_line
 from lightning_fasttrain.core.host.lightning import training_loaders, validation_loaders
-from lightning_fasttrain.core.messages import explain, say
+from lightning_fasttrain.core.messages import explain, first_line, say
 from lightning_fasttrain.core.state.rng import random_state, set_random_state
 from lightning_fasttrain.loaders.device_prefetch import DevicePrefetcher
 from lightning_fasttrain.proof.rehearsal.disk_space import Place, saves_within_epochs, writers_of

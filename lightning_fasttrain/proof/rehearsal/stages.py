@@ -12,8 +12,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 
 from lightning_fasttrain.checkpoint.atomic_checkpoints import AtomicCheckpointIO
 from lightning_fasttrain.checkpoint.exact_resume import ExactResume
-from lightning_fasttrain.core.files import first_line
-from lightning_fasttrain.core.messages import explain, list_some
+from lightning_fasttrain.core.messages import explain, first_line, list_some
 from lightning_fasttrain.profiling.memory_record import format_bytes
 from lightning_fasttrain.proof.rehearsal.context import (
     RehearsalError,

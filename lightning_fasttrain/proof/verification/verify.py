@@ -23,12 +23,12 @@ from lightning_fasttrain.core.batch.leaves import batch_size, pick_rows, reverse
 from lightning_fasttrain.core.checks import PositiveInt, check_arguments
 from lightning_fasttrain.core.device import free_bytes, return_unused_memory
 from lightning_fasttrain.core.host.lightning import list_callbacks
-from lightning_fasttrain.core.messages import explain, format_bytes
+from lightning_fasttrain.core.messages import describe_error, explain, format_bytes
 from lightning_fasttrain.core.modules.parameters import bytes_of
-from lightning_fasttrain.core.modules.wrapped_forward import first_line, has_dropout
+from lightning_fasttrain.core.modules.wrapped_forward import has_dropout
 from lightning_fasttrain.memory.predict_memory import Loss, predict_memory
 from lightning_fasttrain.optim.named.build_optimizer import make_optimizer
-from lightning_fasttrain.proof.verification import compare_records as vacuous_checks
+from lightning_fasttrain.proof.verification import compare_records
 from lightning_fasttrain.proof.verification.compare_records import (
     Allowance,
     Distances,
@@ -106,7 +106,7 @@ class Proof:
         with quietly():
             module = copy_module(self.steps.module)
             module.configure_model()
-            self.idle = vacuous_checks.find_idle(module, copy.deepcopy(self.all))
+            self.idle = compare_records.find_idle(module, copy.deepcopy(self.all))
             del module
         return_unused_memory()
         self.problems += [f"{name} changed nothing." for name in map(str, self.all) if name in self.idle]
@@ -125,10 +125,10 @@ class Proof:
                 self.notes.append("Dropout is off in all runs, since some of these techniques draw different masks.")
         steps = self._take_rows_that_fit(steps)
         plain, steps = self._record_plain(steps)
-        self.problems += vacuous_checks.find_empty(plain)
+        self.problems += compare_records.find_empty(plain)
         record = self._with_changes(steps, plain)
         noise = self._measure_noise(steps, record)
-        self.problems += vacuous_checks.find_unsteady(record, noise)
+        self.problems += compare_records.find_unsteady(record, noise)
         return _Reference(steps, plain, record, noise, find_meaning(record, noise), _TIMES)
 
     def _take_rows_that_fit(self, steps: Steps) -> Steps:
@@ -256,7 +256,7 @@ class Proof:
             usual, other = (reference.steps, self.changing), (steps, [*self.changing, *techniques])
             self.begins = find_first_difference(usual, other, window, nudge(0), self.operators)
         except Exception as error:
-            self.notes.append(f"The first difference could not be located: {first_line(error)}.")
+            self.notes.append(f"The first difference could not be located: {describe_error(error)}.")
 
     def _leave_out_drawing(self, reference: _Reference) -> list[Technique]:
         if not reference.record.draws or reference.steps.dropout:
@@ -276,16 +276,16 @@ class Proof:
         distances = compare(plain, record, {}, Allowance(noise, reference.times, None))
         what = Exactness.CHANGES_TRAINING.value
         self.rows.append(Verified(tuple(map(str, self.changing)), precision, what, tuple(distances)))
-        self.problems += vacuous_checks.find_empty(record)
-        self.problems += vacuous_checks.find_unheld(plain, record)
-        self.problems += vacuous_checks.find_stuck(plain, record)
+        self.problems += compare_records.find_empty(record)
+        self.problems += compare_records.find_unheld(plain, record)
+        self.problems += compare_records.find_stuck(plain, record)
         self.notes += record.left
         self._note_idle(record)
         if precision == FULL:
             # With another loss, such as distillation, evaluation differs too.
             if plain.trains != record.trains:
-                self.problems += vacuous_checks.find_unlike_evaluation(plain, record, noise)
-            self.problems += vacuous_checks.find_changed_base(plain, record, noise)
+                self.problems += compare_records.find_unlike_evaluation(plain, record, noise)
+            self.problems += compare_records.find_changed_base(plain, record, noise)
         self.notes += record.warnings
 
     def _try(self, reference: _Reference, precision: str, techniques: list[Technique]) -> Verified:
@@ -296,17 +296,17 @@ class Proof:
             acting = [*self.changing, *techniques]
             record = record_steps(steps, acting, window=window, store=self._folder("techniques"))
         except Exception as error:
-            return Verified(names, precision, exactness.value, failure=first_line(error))
+            return Verified(names, precision, exactness.value, failure=describe_error(error))
         bound = sum(technique.bound for technique in techniques)  # errors add up, at worst
         evaluates_averages = any(technique.does(Capability.EVALUATES_AVERAGES) for technique in techniques)
         validates = precision == FULL and exactness is Exactness.EXACT and not evaluates_averages
         allow = Allowance(reference.noise, reference.times, bound, validates)
         distances = compare(reference.record, record, reference.meaning, allow)
-        problems = vacuous_checks.find_unheld(reference.record, record)
-        problems += vacuous_checks.find_without_gradient(reference.record, record)
-        problems += vacuous_checks.find_other_conduct(reference.record, record)
+        problems = compare_records.find_unheld(reference.record, record)
+        problems += compare_records.find_without_gradient(reference.record, record)
+        problems += compare_records.find_other_conduct(reference.record, record)
         if precision == FULL:
-            problems += vacuous_checks.find_unlike_evaluation(reference.record, record, reference.noise, bound)
+            problems += compare_records.find_unlike_evaluation(reference.record, record, reference.noise, bound)
         self._note_idle(record)
         self.problems += problems
         self.notes += record.warnings

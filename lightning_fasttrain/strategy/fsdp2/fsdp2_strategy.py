@@ -20,7 +20,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
 
-from lightning_fasttrain.checkpoint.atomic_checkpoints import probe_folders
+from lightning_fasttrain.checkpoint.atomic_checkpoints import probe_folders, refuse_unreadable_settings
 from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.host.lightning import accumulation_continues, move_optimizers, note_device
 from lightning_fasttrain.core.messages import explain, warn
@@ -171,6 +171,7 @@ class FSDP2Strategy(FSDP2Host, ModelParallelStrategy):
         check_sharded(model, self.optimizers)
         if fitting:
             probe_folders(trainer, self.optimizers)
+            refuse_unreadable_settings(trainer)
 
     def _rest_to_device(self, model: nn.Module) -> None:
         """Move what sharding has not moved, such as metrics, to the device; shards in host memory stay there."""

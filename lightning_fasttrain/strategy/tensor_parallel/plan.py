@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
-from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel
 
 from lightning_fasttrain.core.checks import PositiveInt, check_arguments
 from lightning_fasttrain.core.messages import explain, list_some
@@ -128,7 +128,7 @@ def _refuse_partial_outputs(model: nn.Module, plan: Plan) -> None:
     for name, _ in model.named_modules():
         if isinstance(plan.get(name), ColumnParallel):
             columns.append(name)
-        elif isinstance(plan.get(name), RowParallel):
+        elif isinstance(plan.get(name), RowParallel | RowwiseParallel):
             columns = []
     if columns:
         why = "no 'rowwise' layer comes after it, so that each rank would continue with a part of its outputs"

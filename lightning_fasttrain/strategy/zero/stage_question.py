@@ -1,6 +1,7 @@
 """Settings for the choice of a ZeRO stage, and the step for which it is chosen."""
 
 import inspect
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,12 @@ _PART_OF_STAGE = (
     "offload_params_device",
     "offload_optimizer_device",
     "remote_device",
+)
+# Settings that Lightning's strategy uses itself, so that they take effect beside a config.
+_BESIDE_CONFIG = (
+    *("accelerator", "parallel_devices", "cluster_environment", "precision", "precision_plugin"),
+    *("process_group_backend", "timeout", "logging_level", "load_full_weights", "exclude_frozen_parameters"),
+    *("remote_device", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"),
 )
 
 
@@ -58,18 +65,47 @@ def check_stage(
         if unknown[0] in Sharding.__dataclass_fields__:
             why += ", FSDP2Strategy has"
         raise TypeError(explain(f"ZeRO with {unknown[0]}={settings[unknown[0]]!r}", why, "Leave it out"))
+    if config is not None:
+        _check_beside_config(stage, settings)
+        return name
     twice = [key for key in _PART_OF_STAGE if key in settings]
     if twice:
         what = f"stage={stage!r} with {twice[0]}={settings[twice[0]]!r}"
         why = "the stage determines the placement of gradients, optimizer state and parameters, offload included"
         raise ValueError(explain(what, why, "Leave it out, and choose a stage, such as stage='2+offload'"))
-    if config is not None and stage != "auto":
+    return name
+
+
+def _check_beside_config(stage: int | str, settings: Mapping[str, object]) -> None:
+    if stage != "auto":
         why = "both set the stage"
         raise ValueError(explain(f"stage={stage!r} with a DeepSpeed config", why, "Leave one of the two out"))
-    if config is not None and settings:
+    ignored = sorted(without(settings, _BESIDE_CONFIG))
+    if ignored:
         why = "DeepSpeed's settings are read from the config, so this one would be ignored"
-        raise ValueError(explain(f"a DeepSpeed config with {sorted(settings)[0]}=", why, "Write it into the config"))
-    return name
+        raise ValueError(explain(f"a DeepSpeed config with {ignored[0]}=", why, "Write it into the config"))
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """Return the DeepSpeed config in a JSON file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it does not contain a JSON object.
+    """
+    if not Path(path).is_file():
+        raise FileNotFoundError(explain(f"config={str(path)!r}", "there is no such file", "Check the path"))
+    try:
+        config = json.loads(Path(path).read_text())
+    except ValueError as error:
+        raise ValueError(explain(f"config={str(path)!r}", f"it is not valid JSON ({error})", _AS_JSON)) from None
+    if not isinstance(config, dict):
+        why = f"it contains a {type(config).__name__} instead of DeepSpeed's settings"
+        raise ValueError(explain(f"config={str(path)!r}", why, _AS_JSON))
+    return config
+
+
+_AS_JSON = 'Write a JSON object, such as {"zero_optimization": {"stage": 2}}, or pass the settings as a dict'
 
 
 @dataclass
@@ -81,7 +117,7 @@ class StageQuestion:
         memory_gib: memory of a rank.
         headroom: fraction of the memory that stays free.
         nvme_path: folder to offload to.
-        config: the user's DeepSpeed config, if any.
+        config: the user's DeepSpeed config, if any; a path is replaced by the settings in the file.
         settings: further arguments of Lightning's strategy.
     """
 
@@ -95,6 +131,8 @@ class StageQuestion:
     def __post_init__(self) -> None:
         self.stage = check_stage(self.stage, self.config, self.settings)
         check_headroom(self.headroom)
+        if isinstance(self.config, str | Path):
+            self.config = read_config(self.config)
         named = self.config is not None or self.stage != "auto"
         if named and self.memory_gib is not None:
             other = f"stage={self.stage!r}"

@@ -69,7 +69,7 @@ class Engine:
     Args:
         config: DeepSpeed config.
         model: the user's module.
-        optimizer: the user's optimizer; None for evaluation only.
+        optimizer: the user's optimizer; None for evaluation, or where the config describes one.
         scheduler: learning-rate scheduler that DeepSpeed steps, if any.
         device_rank: index of this rank's device.
     """
@@ -93,9 +93,11 @@ class Engine:
         trained: list[nn.Parameter] = []
         self._schedules: list[Schedule] = []
         self._skipped = 0
+        is_training = optimizer is not None or "optimizer" in config
         if optimizer is not None:
             self._schedules = count_by_engine(optimizer)
             leave_out_idle_groups(optimizer, scheduler)
+        if is_training:
             trained = trained_parameters(model)
         with without_phantom_step():
             self.deepspeed, self.optimizer, _, self.scheduler = deepspeed.initialize(
@@ -116,7 +118,7 @@ class Engine:
             new = _hooks(holder) - before.get(id(holder), set())
             _ADDED[holder] = _AddedHooks(weakref.ref(self.deepspeed), new)
         self._windows = 0
-        if optimizer is not None:
+        if is_training:
             # DeepSpeed must not count batches: outside of a window each backward is the last before a step.
             self.deepspeed.set_gradient_accumulation_boundary(True)
 

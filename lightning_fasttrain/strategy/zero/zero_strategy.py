@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_fasttrain.checkpoint.atomic_checkpoints import probe_folders
+from lightning_fasttrain.checkpoint.atomic_checkpoints import probe_folders, refuse_unreadable_settings
 from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.messages import explain, note_once, warn
 from lightning_fasttrain.core.modules.wrapped_forward import patch
@@ -138,6 +138,7 @@ class ZeROStrategy(ZeROHost, DeepSpeedStrategy):
         fit_buckets(self._given_config, module, self.question.settings)
         # Probed now, before DeepSpeed shards the optimizer.
         probe_folders(trainer, [] if optimizer is None else [optimizer])
+        refuse_unreadable_settings(trainer)
 
     def _init_optimizers(self) -> Any:
         made, self._made = self._made, None

@@ -9,16 +9,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map, tree_map_only, tree_map_with_path
 
 from lightning_fasttrain.architecture.auxiliary_loss import ForwardWithLoss, ModuleWithLoss
-from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.messages import describe_error, explain
 from lightning_fasttrain.core.modules.parameters import move_values
 from lightning_fasttrain.core.modules.select import class_if_imported
-from lightning_fasttrain.core.modules.wrapped_forward import (
-    WrappedForward,
-    first_line,
-    has_dropout,
-    without_dropout,
-    wrappers_on,
-)
+from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, has_dropout, without_dropout, wrappers_on
 from lightning_fasttrain.core.state.rng import keep_random_state
 from lightning_fasttrain.finetune.frozen_cache.cached_forward import CachedForward
 from lightning_fasttrain.micro_batching.padding.packed_forward import PackedForward
@@ -225,7 +219,7 @@ class DividedBlock(WrappedForward):
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            self._refuse(f"it fails on a share of the tokens: {first_line(error)}", error)
+            self._refuse(f"it fails on a share of the tokens: {describe_error(error)}", error)
         if not divided.seen and any(map(is_attention, self.module.modules())):
             self._refuse("its attention does not call torch.nn.functional.scaled_dot_product_attention")
         # Of an output with more than hidden states, they come first.
