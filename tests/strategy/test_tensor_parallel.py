@@ -29,12 +29,11 @@ from lightning_fasttrain.loss.loss_inputs import logits_of
 from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import full_checkpoint
 from lightning_fasttrain.strategy.fsdp2.sharding import Sharding
 from lightning_fasttrain.strategy.tensor_parallel import styles
-from lightning_fasttrain.strategy.tensor_parallel.divided_tokens.context_parallel import divide_context_
-from lightning_fasttrain.strategy.tensor_parallel.divided_tokens.sequence import SequenceParallel
+from lightning_fasttrain.strategy.tensor_parallel.context_parallel import divide_context_
 from lightning_fasttrain.strategy.tensor_parallel.layouts import split_intervals
-from lightning_fasttrain.strategy.tensor_parallel.parallelize import divide_heads_
+from lightning_fasttrain.strategy.tensor_parallel.parallelize import SplitRandomness, divide_heads_
 from lightning_fasttrain.strategy.tensor_parallel.plan import plan_tensor_parallel
-from lightning_fasttrain.strategy.tensor_parallel.split_dropout import SplitRandomness
+from lightning_fasttrain.strategy.tensor_parallel.sequence_parallel import SequenceParallel
 from tests.strategy import context_scenarios, vocabulary_scenarios
 from tests.strategy.muon_scenarios import STEPS as MUON_STEPS
 from tests.strategy.tensor_scenarios import KINDS, MESHES, VOCABULARY, Net, batches_of, two_epochs

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from lightning_fasttrain.core.distributed import agree_on_all_ranks, from_rank_zero, rank_count, rank_here
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.state.select_entries import without
-from lightning_fasttrain.strategy.fsdp2.packed_weights import is_opaque
+from lightning_fasttrain.strategy.fsdp2.shard_blocks import is_opaque
 from lightning_fasttrain.strategy.tensor_parallel.layouts import is_striped, take_shard
 
 # Name, shape, dtype and requires_grad of each tensor, and digests of the quantised layers.

@@ -1,8 +1,9 @@
 """Application of a tensor-parallel plan to a model, before its parameters are sharded over the data ranks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -12,14 +13,94 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.select import modules_inside
 from lightning_fasttrain.core.modules.wrapped_forward import has_dropout
-from lightning_fasttrain.strategy.tensor_parallel.attention_and_mlp import is_attention
-from lightning_fasttrain.strategy.tensor_parallel.divided_tokens.sequence import SequenceParallel
-from lightning_fasttrain.strategy.tensor_parallel.divisors import HEADS, KEY_VALUE_HEADS, common_divisors
 from lightning_fasttrain.strategy.tensor_parallel.layouts import REPLICATED, SUMMED, Layout
-from lightning_fasttrain.strategy.tensor_parallel.plan import blocks_or_model
-from lightning_fasttrain.strategy.tensor_parallel.split_dropout import SplitRandomness
+from lightning_fasttrain.strategy.tensor_parallel.plan import (
+    HEADS,
+    KEY_VALUE_HEADS,
+    blocks_or_model,
+    common_divisors,
+    is_attention,
+)
+from lightning_fasttrain.strategy.tensor_parallel.sequence_parallel import SequenceParallel
 from lightning_fasttrain.strategy.tensor_parallel.styles import ColumnParallel, Layouts, LocalStyle, RowParallel
 from lightning_fasttrain.strategy.tensor_parallel.vocabulary import VocabularyEmbedding, VocabularyHead
+
+
+class SplitRandomness:
+    """Switches the random generator between the state that a group shares and one of this rank.
+
+    Activations that all ranks have must be dropped by the same mask, and those of single ranks by different ones. The
+    state of a rank is seeded by a number that the shared one draws, so that a forward that is recomputed from the
+    same shared state has the same masks, and that the shared state is all that a checkpoint must contain.
+
+    Args:
+        rank: in the tensor group.
+
+    Source:
+        The two streams of Megatron-LM's ``CudaRNGStatesTracker``; here the second is derived from the first.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._shared: tuple[torch.Generator, Tensor, int] | None = None
+
+    def enter(self, device: torch.device) -> None:
+        """Draw from this rank's own state from now on."""
+        self.leave()
+        seed = int(torch.randint(2**62, (), device="cpu")) + self.rank
+        generator = _generator_of(device)
+        self._shared = generator, generator.get_state(), seed
+        generator.manual_seed(seed)
+
+    def leave(self) -> None:
+        """Draw from the shared state again."""
+        if self._shared is None:
+            return
+        generator, state, seed = self._shared
+        self._shared = None
+        # An error, or a recomputation that ends early, may have left the rank's state by itself.
+        if generator.initial_seed() == seed:
+            generator.set_state(state)
+
+    def between_(self, columns: list[nn.Module], rows: list[nn.Module]) -> None:
+        """Draw from this rank's state between column- and row-parallel layers, and from the shared one inside them."""
+        for layer in (*columns, *rows):
+            layer.register_forward_pre_hook(self._leave_before)
+        for layer in columns:
+            layer.register_forward_hook(self._enter_after)
+
+    def inside_(self, blocks: list[nn.Module]) -> None:
+        """Draw from this rank's state inside blocks."""
+        for block in blocks:
+            block.register_forward_pre_hook(self._enter_before, with_kwargs=True)
+            block.register_forward_hook(self._leave_after)
+
+    def _leave_before(self, module: nn.Module, args: object) -> None:
+        if not torch.compiler.is_compiling():
+            self.leave()
+
+    def _enter_after(self, module: nn.Module, args: object, output: Tensor) -> None:
+        if module.training and not torch.compiler.is_compiling():
+            self.enter(output.device)
+
+    def _enter_before(self, module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+        given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        if module.training and given and not torch.compiler.is_compiling():
+            self.enter(given[0].device)
+
+    def _leave_after(self, module: nn.Module, args: object, output: object) -> None:
+        if not torch.compiler.is_compiling():
+            self.leave()
+
+
+def _generator_of(device: torch.device) -> torch.Generator:
+    if device.type == "cuda":
+        index = device.index
+        if index is None:
+            index = torch.cuda.current_device()
+        return torch.cuda.default_generators[index]
+    return torch.default_generator
+
 
 Places = dict[nn.Parameter, list[tuple[nn.Module, str]]]
 # Widths of all heads together, in attention modules.

@@ -23,8 +23,8 @@ from lightning_fasttrain.core.files.safe_load import is_object_storage, local_pa
 from lightning_fasttrain.core.messages import explain, warn
 from lightning_fasttrain.core.modules.wrapped_forward import patched
 from lightning_fasttrain.core.state.select_entries import without
+from lightning_fasttrain.strategy.consolidate import read_inert
 from lightning_fasttrain.strategy.zero.zero_engine import Engine
-from lightning_fasttrain.strategy.zero.zero_files import read_inert
 from lightning_fasttrain.strategy.zero.zero_host import ZeROHost
 
 TAG = "checkpoint"  # Lightning's name for DeepSpeed's folder inside the folder

@@ -5,20 +5,95 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import lightning as L
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
 from lightning_fasttrain.core.checks import NonNegativeInt, PositiveInt, check_arguments, one_of
+from lightning_fasttrain.core.host.lightning import configured_optimizers
+from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.parameters import bytes_of, count_uses
 from lightning_fasttrain.core.state.select_entries import without
 from lightning_fasttrain.finetune.quantized.quantized_layer import is_quantized, quantization_of
+from lightning_fasttrain.optim.named.build_optimizer import NamedOptimizer
+from lightning_fasttrain.optim.named.host_optimizer import HostOptimizer
 from lightning_fasttrain.optim.named.state_bytes import Group, groups_of, state_bytes
 from lightning_fasttrain.predict.fake_step import fake_module
 from lightning_fasttrain.predict.one_rank import RankStates
 from lightning_fasttrain.predict.predict_memory import PRECISIONS
-from lightning_fasttrain.strategy.shardable_optimizer import MakeOptimizer, make_optimizer, refuse_unshardable
+
+MakeOptimizer = Callable[[Any], Optimizer]
+# A norm of each layer scales its update, which the state does not show.
+_BY_LAYER = ("lamb", "lars")
+_PROBE = (64, 128)  # large enough that bitsandbytes does not fall back to 32 bits
+
+
+def make_optimizer(module: nn.Module, optimizer: Optimizer | MakeOptimizer | None) -> Optimizer:
+    """Return the optimizer, or build it with the given function or with the LightningModule's own method.
+
+    Raises:
+        TypeError: there is neither an optimizer nor a LightningModule, or the function did not return an optimizer.
+        ValueError: the LightningModule has several optimizers.
+    """
+    if isinstance(optimizer, Optimizer):
+        return optimizer
+    if isinstance(optimizer, NamedOptimizer):
+        # Its parameter groups depend on the names of the parameters.
+        return optimizer(module)
+    way_out = "Give an optimizer, or a function: lambda parameters: torch.optim.AdamW(parameters)"
+    if optimizer is not None:
+        # On "meta" instead of fake tensors: some optimizers build lookup tables when constructed, which need values.
+        made = optimizer(list(map(_make_meta, module.parameters())))
+        if not isinstance(made, Optimizer):
+            what = f"optimizer={optimizer!r}, which gives {type(made).__name__}"
+            raise TypeError(explain(what, "an optimizer is needed", way_out))
+        return made
+    if not isinstance(module, L.LightningModule):
+        why = "only a LightningModule has configure_optimizers"
+        raise TypeError(explain(f"{type(module).__name__} without optimizer", why, way_out))
+    optimizers, _ = configured_optimizers(module)
+    if len(optimizers) != 1:
+        what = f"{type(module).__name__} with {len(optimizers)} optimizers"
+        raise ValueError(explain(what, "a sharding engine supports one", "Give the one to be sharded as optimizer="))
+    return optimizers[0]
+
+
+def _make_meta(parameter: Tensor) -> nn.Parameter:
+    like = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+    return nn.Parameter(like, parameter.requires_grad)
+
+
+def refuse_unshardable(optimizer: Optimizer) -> None:
+    """Refuse an optimizer whose update changes when parameters are flattened and sharded.
+
+    Raises:
+        ValueError: the optimizer's update would change; says why.
+    """
+    name = type(optimizer).__name__
+    why = _unshardable_because(optimizer)
+    if why is not None:
+        way_out = "Use an elementwise optimizer (AdamW, SGD, Lion, AdamW8bit), or DDP (stage 0)"
+        raise ValueError(explain(f"{name} with ZeRO", f"{why}, and ZeRO gives it flat shards of many layers", way_out))
+
+
+def _unshardable_because(optimizer: Optimizer) -> str | None:
+    if isinstance(optimizer, HostOptimizer):
+        return "its copy of the weights in host memory would be that of whole layers"
+    if any(word in type(optimizer).__name__.lower() for word in _BY_LAYER):
+        return "it scales each layer's update by that layer's norm"
+    for group in groups_of(optimizer):
+        try:
+            # An elementwise optimizer keeps as much state for a matrix as for the same matrix flattened.
+            in_shape = state_bytes(optimizer, group, [_PROBE], torch.float32)
+            flat = state_bytes(optimizer, group, [(math.prod(_PROBE),)], torch.float32)
+        except ValueError as error:
+            return f"it makes no step on a shard of a layer ({error.__cause__})"
+        if in_shape != flat:
+            return "its state depends on the shape of a matrix"
+    return None
+
 
 MASTER = 4  # bytes per element of the float32 master weights that the optimizer updates
 
