@@ -130,7 +130,7 @@ class StrategyChoice(Report):
         else:
             made = ZeROStrategy(stage=stage, **{"reduce_bucket_size": self.sizes.reduce_bucket, **settings})
         # Set on the instance, so that it is called first: setup_environment joins the process group.
-        made.setup_environment = functools.partial(_meet, made, self.name, self.devices)
+        made.setup_environment = functools.partial(_refuse_other_devices, made, self.name, self.devices)
         return made
 
     def as_dict(self) -> dict[str, Any]:
@@ -168,7 +168,7 @@ class StrategyChoice(Report):
         return fits_table(title, [self.why, usable, *self.notes], self.candidates, self.name, columns)
 
 
-def _meet(strategy: ParallelStrategy, name: str, devices: int) -> None:
+def _refuse_other_devices(strategy: ParallelStrategy, name: str, devices: int) -> None:
     """Refuse another number of processes than planned, then run the class's own ``setup_environment``."""
     processes = strategy.num_nodes * strategy.num_processes
     if processes != devices:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_fasttrain.core.checks import PositiveInt, check_arguments, one_of
 from lightning_fasttrain.core.modules.parameters import bytes_of
-from lightning_fasttrain.strategy.fsdp2.shard_blocks import own_groups, precision_policy, whole_parameters
+from lightning_fasttrain.strategy.fsdp2.shard_blocks import own_groups, precision_policy, unsharded_parameters
 from lightning_fasttrain.strategy.zero.zero_states import (
     MASTER,
     STAGES,
@@ -154,7 +154,7 @@ class _Group:
 def _find_groups(held: Held, precision: str) -> list[_Group]:
     """Return the sharded groups of ``held.net``, the root last."""
     policy = precision_policy(precision)
-    whole = whole_parameters(held.net, policy)
+    whole = unsharded_parameters(held.net, policy)
     inside: set[nn.Parameter] = set()
     groups = []
     for block in own_groups(held.net).values():

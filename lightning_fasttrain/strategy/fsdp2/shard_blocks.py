@@ -61,7 +61,7 @@ def _would_be_cast(weight: Tensor, policy: MixedPrecisionPolicy) -> bool:
     return weight.is_floating_point() or TorchVersion(torch.__version__) < "2.12"
 
 
-def whole_parameters(model: nn.Module, policy: MixedPrecisionPolicy) -> set[nn.Parameter]:
+def unsharded_parameters(model: nn.Module, policy: MixedPrecisionPolicy) -> set[nn.Parameter]:
     """Return the quantised parameters that stay unsharded on every rank: all except shardable 4-bit weights."""
     packed = find_packed(model, policy)
     return {parameter for parameter in model.parameters() if is_opaque(parameter) and parameter not in packed}
@@ -240,7 +240,7 @@ def shard_blocks_(
     groups = own_groups(model, blocks)
     refuse_mixed(model, groups.values())
     policy = policy or MixedPrecisionPolicy(cast_forward_inputs=False)
-    whole = whole_parameters(model, policy)
+    whole = unsharded_parameters(model, policy)
     if whole:
         gib = bytes_of(whole) / GIB
         note_once(
@@ -482,8 +482,8 @@ def shard_other_dtypes_(
         left = modules_inside(entirely)
         # Those inside of blocks first, which are gathered when the block starts.
         for part in (*blocks, model):
-            is_meant = partial(_trains_in, dtype, left)
-            _shard_each_(part, is_meant, {**options, "mp_policy": own})
+            is_wanted = partial(_trains_in, dtype, left)
+            _shard_each_(part, is_wanted, {**options, "mp_policy": own})
     return of_blocks
 
 
@@ -491,7 +491,7 @@ def _trains_in(dtype: torch.dtype, left: set[nn.Module], module: nn.Module) -> b
     return module not in left and _dtypes(module.parameters()) == {dtype}
 
 
-def _shard_each_(part: nn.Module, is_meant: Callable[[nn.Module], bool], options: dict[str, Any]) -> None:
+def _shard_each_(part: nn.Module, is_wanted: Callable[[nn.Module], bool], options: dict[str, Any]) -> None:
     """Shard modules of a part of the model separately, and gather them when it starts: fused layers use them directly.
 
     They are never resharded between forward and backward.
@@ -502,7 +502,7 @@ def _shard_each_(part: nn.Module, is_meant: Callable[[nn.Module], bool], options
         has_own = has_parameters(module, recurse=False)
         # One inside of another is sharded already.
         sharded = any(isinstance(inner, FSDPModule) for inner in module.modules())
-        if has_own and not sharded and module is not part and is_meant(module):
+        if has_own and not sharded and module is not part and is_wanted(module):
             chosen.append(fully_shard(module, reshard_after_forward=False, **options))
 
     def gather(*_: object) -> None:

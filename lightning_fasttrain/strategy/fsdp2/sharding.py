@@ -32,7 +32,7 @@ from lightning_fasttrain.strategy.fsdp2.broadcast_weights import (
     any_meta,
     leave_to_rank_zero,
     send_from_rank_zero_,
-    whole_on_rank_zero,
+    tensors_on_rank_zero,
 )
 from lightning_fasttrain.strategy.fsdp2.shard_blocks import (
     OFFLOADS,
@@ -207,13 +207,13 @@ class Sharding:
             return []
         refuse_earlier_shards(model)
         # Collected now, since after sharding no rank has unsharded weights.
-        whole = whole_on_rank_zero(model)
-        names = self.cut_(model, mesh, precision, device)
+        whole = tensors_on_rank_zero(model)
+        names = self.shard_locally_(model, mesh, precision, device)
         send_from_rank_zero_(model, whole, device, torch.device("cpu") if self.offload else None)
         replicate_scalars_(model, device)  # those that were on the meta device are others now
         return names
 
-    def cut_(self, model: nn.Module, mesh: DeviceMesh, precision: object, device: torch.device) -> list[str]:
+    def shard_locally_(self, model: nn.Module, mesh: DeviceMesh, precision: object, device: torch.device) -> list[str]:
         """Shard ``model`` without communication: each rank keeps its part of its own values, if any."""
         policy = precision_policy(str(precision), self.reduce_dtype)
         # FSDP2 does not move quantised layers and their constants.
@@ -312,7 +312,7 @@ class FSDP2Host:
     def shard_predicted_(self, model: nn.Module, world: int, precision: str, step: str) -> None:
         """Shard ``model`` for :func:`~lightning_fasttrain.predict_memory`, as one of ``world`` ranks."""
         device, sharding = torch.device("cpu"), self.sharding_on_device
-        sharding.cut_(model, sharding.mesh(device, world), precision, device)
+        sharding.shard_locally_(model, sharding.mesh(device, world), precision, device)
         register_fsdp_forward_method(model, step)
 
     @property
@@ -364,6 +364,7 @@ class FSDP2Host:
         optimizers: Mapping[str, Mapping[str, object]],
         rest: dict[str, Any],
     ) -> None:
+        # Not Lightning's own saving, which writes into the final folder: a run that is killed would leave half of it.
         # Rank zero's path for all: one with a time in it may differ.
         path = self.broadcast(path)
         path = str(path) if is_object_storage(path) else local_path(path)
@@ -385,23 +386,14 @@ class FSDP2Host:
         names: NamesToLoad | None = None,
     ) -> dict[str, Any]:
         self.wait()  # the checkpoint to load may still be in flight
-        if is_object_storage(path):
-            with fetched_on_each_node(str(path)) as copied:
-                return self._load_local(copied, model, optimizers, strict, names)
-        # One rank alone reads the files for their checksums, so that a shared disk is read once.
-        found = from_rank_zero(lambda: whole_or_older(path, substitute=substitute))
-        return self._load_local(found, model, optimizers, strict, names)
-
-    def _load_local(
-        self,
-        found: Path,
-        model: nn.Module,
-        optimizers: Mapping[str, Optimizer],
-        strict: bool,
-        names: NamesToLoad | None,
-    ) -> dict[str, Any]:
-        load = load_sharded_ if found.is_dir() else load_full_
-        rest = load(found, model, optimizers, strict=strict, names=names)
+        with ExitStack() as undo:
+            if is_object_storage(path):
+                found = undo.enter_context(fetched_on_each_node(str(path)))
+            else:
+                # One rank alone reads the files for their checksums, so that a shared disk is read once.
+                found = from_rank_zero(lambda: whole_or_older(path, substitute=substitute))
+            load = load_sharded_ if found.is_dir() else load_full_
+            rest = load(found, model, optimizers, strict=strict, names=names)
         mark_of(self).continue_from(rest.pop(KEY, None))
         return rest
 

@@ -1,6 +1,7 @@
 """Context parallelism: each rank of a group computes the blocks for its share of the tokens of every sequence."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -42,59 +43,55 @@ from lightning_fasttrain.strategy.tensor_parallel.styles import gather_tokens
 _INPUTS = ("query", "key", "value")
 
 
-class ExchangedAttention(TorchFunctionMode):
-    """Context in which ``scaled_dot_product_attention`` attends to the tokens of all ranks of a group.
-
-    Its inputs have all heads and this rank's tokens. Ranks exchange them, so that each has all tokens and its share of
-    the heads, attends with any kernel and mask, and exchange the outputs back.
+class ReplacedAttention(TorchFunctionMode):
+    """Context in which another function is called in place of ``scaled_dot_product_attention``.
 
     Args:
-        group: the ranks that share the tokens.
+        attend: the function, of the same arguments; inside it, the attention of an outer context is called.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, attend: Callable[..., Tensor]) -> None:
         super().__init__()
-        self.group = group
+        self.attend = attend
 
     def __torch_function__(self, func: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
-            return self._attend(*args, **(kwargs or {}))
+            func = self.attend
         return func(*args, **(kwargs or {}))
 
-    def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Tensor:
-        ranks = self.group.size()
-        _refuse_shapes(query, key, attn_mask, ranks)
-        if key.shape[1] % ranks:
-            # Each of them serves several queries' heads, and is copied for each.
-            copies = query.shape[1] // key.shape[1]
-            key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
-        if attn_mask is not None and attn_mask.ndim == 4 and attn_mask.shape[1] > 1:
-            attn_mask = attn_mask.chunk(ranks, 1)[self.group.rank()]
-        query, key, value = (_to_heads(x, self.group) for x in (query, key, value))
-        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask, *args, **kwargs)
-        return _to_tokens(mixed, self.group)
+
+def attend_to_all_tokens(
+    group: dist.ProcessGroup,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    """Attend to the tokens of all ranks of a group, from inputs with all heads and this rank's tokens.
+
+    Ranks exchange them, so that each has all tokens and its share of the heads, attends with any kernel and mask, and
+    exchange the outputs back.
+    """
+    ranks = group.size()
+    _refuse_shapes(query, key, attn_mask, ranks)
+    if key.shape[1] % ranks:
+        # Each of them serves several queries' heads, and is copied for each.
+        copies = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
+    if attn_mask is not None and attn_mask.ndim == 4 and attn_mask.shape[1] > 1:
+        attn_mask = attn_mask.chunk(ranks, 1)[group.rank()]
+    query, key, value = (_to_heads(x, group) for x in (query, key, value))
+    mixed = F.scaled_dot_product_attention(query, key, value, attn_mask, *args, **kwargs)
+    return _to_tokens(mixed, group)
 
 
-class RecordedAttention(TorchFunctionMode):
-    """Context that records the queries, keys and values of ``scaled_dot_product_attention``, each (B, H, T, d)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[Tensor] = []
-
-    def __torch_function__(self, func: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.scaled_dot_product_attention:
-            given = {**dict(zip(_INPUTS, args, strict=False)), **(kwargs or {})}
-            self.seen += [given[name] for name in _INPUTS]
-        return func(*args, **(kwargs or {}))
+def attend_and_record(seen: list[Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """Attend, and add the queries, keys and values, each (B, H, T, d), to a list."""
+    given = {**dict(zip(_INPUTS, args, strict=False)), **kwargs}
+    seen += [given[name] for name in _INPUTS]
+    return F.scaled_dot_product_attention(*args, **kwargs)
 
 
 def _refuse_shapes(query: Tensor, key: Tensor, mask: Tensor | None, ranks: int) -> None:
@@ -149,6 +146,8 @@ _COMPLETE = {
 }
 
 
+# Why not torch.distributed.tensor.experimental.context_parallel? Its ring attention takes no attention mask, and it
+# divides the user's batch, so that every loss would have to be written for a share of the tokens.
 def divide_context_(model: nn.Module, group: dist.ProcessGroup) -> list[str]:
     """Have the blocks of a model compute on this rank's share of the tokens, in place; attention sees all of them.
 
@@ -228,7 +227,7 @@ class DividedBlock(WrappedForward):
         super().__init__(block)
         self.name, self.group = name, group
         self._kind = type(block).__name__  # FSDP2 makes it one of its own
-        self.attention = ExchangedAttention(group)
+        self.attention = ReplacedAttention(partial(attend_to_all_tokens, group))
         self._compared = False
         self._axes: dict[object, int | None] = {}  # place of an argument → its axis of tokens
 
@@ -304,25 +303,27 @@ class DividedBlock(WrappedForward):
         places = find_trainable(self.module)
         # A mixing of tokens that is initialized to zero, as by a gate, shows with other values.
         moved = move_values(places)
-        with RecordedAttention() as undivided, in_place_of(places, moved):
+        undivided: list[Tensor] = []
+        divided: list[Tensor] = []
+        with ReplacedAttention(partial(attend_and_record, undivided)), in_place_of(places, moved):
             whole_args, whole_kwargs = replace_hidden(args, kwargs, lambda hidden: gather_tokens(hidden, self.group))
             expected = self.inner(*whole_args, **whole_kwargs)
         args, kwargs = self._divide(args, kwargs)
         try:
             # Recorded before they are exchanged.
-            with self.attention, RecordedAttention() as divided, in_place_of(places, moved):
+            with self.attention, ReplacedAttention(partial(attend_and_record, divided)), in_place_of(places, moved):
                 found = self.inner(*args, **kwargs)
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             self._refuse(f"it fails on a share of the tokens: {first_line(error)}", error)
-        if not divided.seen and any(map(is_attention, self.module.modules())):
+        if not divided and any(map(is_attention, self.module.modules())):
             self._refuse("its attention does not call torch.nn.functional.scaled_dot_product_attention")
         # Of an output with more than hidden states, they come first.
         expected, found = _first(expected), _first(found)
         largest = torch.zeros((), device=found.device)
         pairs = [(found, own_tokens(expected, self.group))]
-        for mine, whole in zip(divided.seen, undivided.seen, strict=True):
+        for mine, whole in zip(divided, undivided, strict=True):
             pairs.append((mine, own_tokens(whole, self.group, 2)))
         for mine, whole in pairs:
             if mine.shape != whole.shape:

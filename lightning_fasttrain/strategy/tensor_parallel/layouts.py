@@ -137,8 +137,9 @@ def in_chunks(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return chunked
 
 
-# The fused projections of transformers' GPT-2 need it: without it their chunks overlap, as
-# test_conv1d_of_gpt2_and_positions_of_deberta_train_as_in_one_process shows.
+# Why not save the DTensor itself? It offers its shard as one chunk at one offset, but a rank's share of queries, keys
+# and values is three ranges, so that the chunks of ranks overlap, as in the fused projections of transformers' GPT-2:
+# test_conv1d_of_gpt2_and_positions_of_deberta_train_as_in_one_process.
 class StripedShard(Tensor):
     """A rank's striped shard for ``torch.distributed.checkpoint``, which stores it as one chunk per range.
 

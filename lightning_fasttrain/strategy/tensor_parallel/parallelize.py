@@ -21,11 +21,19 @@ from lightning_fasttrain.strategy.tensor_parallel.plan import (
     common_divisors,
     is_attention,
 )
-from lightning_fasttrain.strategy.tensor_parallel.sequence_parallel import SequenceParallel
-from lightning_fasttrain.strategy.tensor_parallel.styles import ColumnParallel, Layouts, LocalStyle, RowParallel
-from lightning_fasttrain.strategy.tensor_parallel.vocabulary import VocabularyEmbedding, VocabularyHead
+from lightning_fasttrain.strategy.tensor_parallel.sequence_parallel import divide_tokens_, plan_on_shares
+from lightning_fasttrain.strategy.tensor_parallel.styles import (
+    ColumnParallel,
+    Layouts,
+    LocalStyle,
+    RowParallel,
+    VocabularyEmbedding,
+    VocabularyHead,
+)
 
 
+# Why not torch's own tracker (torch.distributed.tensor.random)? It acts on operations on DTensors of a GPU, and split
+# layers compute with plain tensors, on a CPU too.
 class SplitRandomness:
     """Switches the random generator between the state that a group shares and one of this rank.
 
@@ -129,27 +137,26 @@ def parallelize_(
         whose vocabulary is split, compute with DTensors, and are left out.
     """
     layouts: Layouts = {}
-    sequence = None
+    on_shares: dict[str, nn.Module] = {}
     if sequence_parallel:
-        sequence = SequenceParallel(model, blocks_or_model(model), plan)
-        plan = sequence.plan
+        on_shares = blocks_or_model(model)
+        plan = plan_on_shares(model, on_shares, plan)
     places = _places(model)
     planned = list(map(model.get_submodule, plan))
     kinds = (VocabularyHead, VocabularyEmbedding)
     of_vocabulary = [model.get_submodule(name) for name, style in plan.items() if isinstance(style, kinds)]
     for name, layer in zip(plan, planned, strict=True):
         _refuse_tied(name, layer, places, of_vocabulary if layer in of_vocabulary else [layer])
+    if sequence_parallel:
+        divide_tokens_(model, on_shares, mesh.get_group())
     _compute_on_a_part_(model, planned, mesh.size())
     for layer, style in zip(planned, plan.values(), strict=True):
         if isinstance(style, LocalStyle):
             layouts.update(style.layouts(layer))
         parallelize_module(layer, mesh, style)
-    blocks: list[nn.Module] = []
-    if sequence is not None:
-        sequence.divide_(mesh.get_group())
-        blocks = sequence.blocks
+    blocks = list(on_shares.values())
     if has_dropout(model):
-        _drop_differently_(planned, plan, sequence, mesh)
+        _drop_differently_(planned, plan, blocks, mesh)
     layouts.update(_replicate_others_(places, mesh, blocks))
     return layouts
 
@@ -178,12 +185,12 @@ def _replicate_others_(places: Places, mesh: DeviceMesh, on_shares: list[nn.Modu
 
 
 def _drop_differently_(
-    planned: list[nn.Module], plan: dict[str, ParallelStyle], sequence: SequenceParallel | None, mesh: DeviceMesh
+    planned: list[nn.Module], plan: dict[str, ParallelStyle], on_shares: list[nn.Module], mesh: DeviceMesh
 ) -> None:
     """Have dropout on the shares of single ranks draw other masks on each rank."""
     randomness = SplitRandomness(mesh.get_local_rank())
-    if sequence is not None:
-        randomness.inside_(sequence.blocks)
+    if on_shares:
+        randomness.inside_(on_shares)
         return
     of_kind: dict[type, list[nn.Module]] = {ColumnParallel: [], RowParallel: []}
     for layer, style in zip(planned, plan.values(), strict=True):

@@ -5,28 +5,28 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from lightning_fasttrain.core.checks import PositiveInt, check_arguments
-from lightning_fasttrain.core.messages import explain, list_some
+from lightning_fasttrain.core.messages import explain, list_some, note_once
 from lightning_fasttrain.core.modules.blocks import find_blocks
 from lightning_fasttrain.core.modules.select import has_parameters, is_inside
+from lightning_fasttrain.core.modules.wrapped_forward import wrappers_on
 from lightning_fasttrain.core.state.select_entries import without
+from lightning_fasttrain.loss.fused_loss_head import FusedHead
 from lightning_fasttrain.strategy.tensor_parallel.styles import (
     ColumnParallel,
     LocalStyle,
     RowParallel,
     SummedGradients,
+    VocabularyEmbedding,
+    VocabularyHead,
+    can_look_up,
     is_linear,
     layers_of,
-    widths_of,
-)
-from lightning_fasttrain.strategy.tensor_parallel.vocabulary import (
-    VocabularyHead,
-    fused_heads,
-    split_vocabulary_of,
     vocabulary_style,
+    widths_of,
 )
 
 # Attributes that hold a number of heads, in configurations and in attention modules.
@@ -425,3 +425,46 @@ def _from_configuration(prefix: str, base: Any, tensor_parallel: int) -> Plan:
     }
     refuse_indivisible_heads(type(base).__name__, heads_of(base.config), tensor_parallel)
     return {f"{start}{name}": style for name, style in _from_patterns(base, own, source).items()}
+
+
+def split_vocabulary_of(model: nn.Module, heads: Iterable[nn.Module], ranks: int) -> dict[str, ParallelStyle]:
+    """Return the styles by which the vocabularies of ``heads`` are split, with the embeddings that are tied to them.
+
+    A head whose weight is used by anything else stays replicated, which is reported.
+
+    Args:
+        model: the model that contains them, before it is sharded.
+        heads: linear layers.
+        ranks: number of ranks in a tensor group.
+    """
+    chosen = set(heads)
+    plan: dict[str, ParallelStyle] = {}
+    weights: dict[Any, None] = {head.weight: None for head in heads}
+    for weight in weights:
+        sharing = {name: module for name, module in model.named_modules() if _owns(module, weight)}
+        others = [name for name, module in sharing.items() if module not in chosen and not can_look_up(module)]
+        if others or not _has_rows_for_all(weight, ranks):
+            why = f"'{others[0]}' uses its weight too" if others else f"its {len(weight)} classes are too few"
+            note_once(f"tensor parallelism: the head is replicated, since {why}")
+            continue
+        for name, module in sharing.items():
+            plan[name] = VocabularyHead() if module in chosen else VocabularyEmbedding()
+    return plan
+
+
+def _has_rows_for_all(weight: Tensor, ranks: int) -> bool:
+    return -(-len(weight) // ranks) * (ranks - 1) < len(weight)
+
+
+def _owns(module: nn.Module, weight: object) -> bool:
+    return any(parameter is weight for parameter in module._parameters.values())
+
+
+def fused_heads(model: nn.Module) -> list[nn.Module]:
+    """Return the heads that :class:`~lightning_fasttrain.FusedLossHead` knows, and whose loss takes a split weight."""
+    found = []
+    for module in model.modules():
+        for head in wrappers_on(module, FusedHead):
+            if head.search is None and head.options["backend"] in ("auto", "chunked"):
+                found.append(module)
+    return found

@@ -16,11 +16,11 @@ from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, wra
 from lightning_fasttrain.strategy.tensor_parallel.plan import is_attention
 from lightning_fasttrain.strategy.tensor_parallel.styles import (
     ColumnParallel,
-    Gather,
     LocalStyle,
     RowParallel,
-    ScatterSum,
     gather_tokens,
+    join_tokens,
+    scatter_sum,
 )
 
 
@@ -189,8 +189,8 @@ _WAY_OUT = _OPTION.way_out
 _OTHER_SEQUENCE = ("cross", "encoder_attn", "EncDecAttention")
 
 
-class SequenceParallel:
-    """The stacks of blocks that compute norms, dropout and residual sums on a share of the tokens.
+def plan_on_shares(model: nn.Module, blocks: Mapping[str, nn.Module], plan: Plan) -> Plan:
+    """Return a plan whose layers communicate as they must where each rank has its share of the tokens of blocks.
 
     The first block of a stack takes its rank's tokens, and the last one gathers those of all ranks. In between,
     attention and the column-parallel layers of MLPs gather them, and row-parallel layers sum and scatter, so that as
@@ -207,44 +207,44 @@ class SequenceParallel:
     Source:
         Korthikanti et al. 2022, "Reducing Activation Recomputation", https://arxiv.org/abs/2205.05198, section 4.2.2.
     """
-
-    def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module], plan: Plan) -> None:
-        self.stacks = stacks_of(model, blocks, _OPTION)
-        self.blocks = list(blocks.values())
-        for name, block in blocks.items():
-            _refuse_mixing(name, block, plan)
-        self.attentions: dict[str, nn.Module] = {}
-        for prefix, block in blocks.items():
-            for name, module in block.named_modules(prefix=prefix):
-                if is_attention(module):
-                    self.attentions[name] = module
-        self._inside = tuple(f"{name}." for name in blocks)
-        self.plan = {name: self._on_shares(name, style) for name, style in plan.items()}
-
-    def _on_shares(self, name: str, style: ParallelStyle) -> ParallelStyle:
-        """Return the style of a layer, with the communication that it needs where ranks have shares of the tokens."""
-        style = copy.copy(style)
-        if not name.startswith(self._inside):
-            return style
+    stacks_of(model, blocks, _OPTION)
+    for name, block in blocks.items():
+        _refuse_mixing(name, block, plan)
+    attentions = find_attentions(blocks)
+    inside = tuple(f"{name}." for name in blocks)
+    chosen: Plan = {}
+    for name, style in plan.items():
+        chosen[name] = style = copy.copy(style)
+        if not name.startswith(inside):
+            continue
         if isinstance(style, ColumnParallel):
-            style.enter = Gather
-            # Attention, which reads the number of tokens from its inputs, gathers them before.
-            if is_inside(name, self.attentions):
-                style.enter = None
+            # Attention, which reads the number of tokens from its inputs, gathers them before its layers.
+            style.enter = None if is_inside(name, attentions) else join_tokens
         elif isinstance(style, RowParallel):
-            style.leave = ScatterSum
-        return style
+            style.leave = scatter_sum
+    return chosen
 
-    def divide_(self, group: dist.ProcessGroup) -> None:
-        """Register the hooks at the borders of the stacks, and before attention."""
 
-        def gather(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return replace_hidden(args, kwargs, lambda hidden: Gather.apply(hidden, group))
+def divide_tokens_(model: nn.Module, blocks: Mapping[str, nn.Module], group: dist.ProcessGroup) -> None:
+    """Register the hooks at the borders of the stacks, and before attention; call it before layers are split."""
 
-        for attention in self.attentions.values():
-            attention.register_forward_pre_hook(gather, with_kwargs=True)
-        for stack in self.stacks:
-            HiddenStates(group, _OPTION).divide_(stack)
+    def gather(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return replace_hidden(args, kwargs, lambda hidden: join_tokens(hidden, group))
+
+    for attention in find_attentions(blocks).values():
+        attention.register_forward_pre_hook(gather, with_kwargs=True)
+    for stack in stacks_of(model, blocks, _OPTION):
+        HiddenStates(group, _OPTION).divide_(stack)
+
+
+def find_attentions(blocks: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Return the attention modules of blocks, by qualified name; they are recognised before they are split."""
+    found: dict[str, nn.Module] = {}
+    for prefix, block in blocks.items():
+        for name, module in block.named_modules(prefix=prefix):
+            if is_attention(module):
+                found[name] = module
+    return found
 
 
 def _refuse_mixing(prefix: str, block: nn.Module, plan: Plan) -> None:

@@ -2,9 +2,8 @@
 
 import functools
 import inspect
-import os
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,7 +14,6 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from rich.console import Console
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, IterableDataset
@@ -40,7 +38,15 @@ from lightning_fasttrain.strategy.memory_limits import (
     name_leaner_ways,
     predict_fits,
 )
-from lightning_fasttrain.strategy.zero.zero_engine import Engine, import_deepspeed, refuse_replaced
+from lightning_fasttrain.strategy.zero.zero_engine import (
+    Engine,
+    enter_deepspeed,
+    import_deepspeed,
+    make_broadcastable_,
+    refuse_half_on_cpu,
+    refuse_replaced,
+    without_needless_ops,
+)
 from lightning_fasttrain.strategy.zero.zero_states import (
     STAGES,
     Held,
@@ -274,7 +280,7 @@ class ZeROHost:
 
     def setup_environment(self) -> None:
         """Join the process group; on a CPU as on a GPU, with gloo, and without compiling a kernel."""
-        self._leave = enter(self.root_device.type)
+        self._leave = enter_deepspeed(self.root_device.type)
         if self.root_device.type == "cuda":
             super().setup_environment()
         else:
@@ -290,7 +296,18 @@ class ZeROHost:
         super().teardown()
         self._leave()
 
-    # Engine.
+    # Stage.
+
+    def _settle_stage(
+        self, module: nn.Module, optimizer: Optimizer | None, read_step: Callable[[], Mapping[str, Any]]
+    ) -> None:
+        """Choose the stage under ``"auto"``; refuse an optimizer that it does not support; fit the reduce bucket."""
+        if self.options.open:
+            assert optimizer is not None
+            self._choose_stage(module, optimizer, read_step())
+        if optimizer is not None:
+            refuse_unfit_optimizer(optimizer, self.stage)
+        fit_buckets(self._given_config, module, self.options.settings)
 
     def _limits(self) -> Limits:
         """Return the memory that the rank with the least of it may use."""
@@ -360,6 +377,8 @@ class ZeROHost:
         # The sizes assumed in the prediction, and the user's before them.
         self._given_config["zero_optimization"] = {**made["zero_optimization"], **sizes.as_config(), **given}
 
+    # Engine.
+
     def _make_engine(
         self,
         config: Mapping[str, object],
@@ -408,32 +427,6 @@ def fit_buckets(config: dict[str, Any], model: nn.Module, settings: Mapping[str,
         zero["reduce_bucket_size"] = min(zero["reduce_bucket_size"], trained)
 
 
-def make_broadcastable_(model: nn.Module) -> None:
-    """Make parameters of other memory layouts contiguous, as of channels_last: DeepSpeed broadcasts their bytes.
-
-    Raises:
-        ValueError: a parameter has no dimension, such as CLIP's ``logit_scale``.
-    """
-    for name, parameter in model.named_parameters():
-        if parameter.ndim == 0:
-            why = "DeepSpeed cannot broadcast a parameter without a dimension"
-            way_out = "Give it the shape (1,), or use FSDP2Strategy(), which replicates it"
-            raise ValueError(explain(f"parameter '{name}' of shape ()", why, way_out))
-        if not parameter.is_contiguous():
-            parameter.data = parameter.data.contiguous()
-
-
-def refuse_half_on_cpu(precision: str, device_type: str) -> None:
-    """Refuse float16 where DeepSpeed has no kernels for it.
-
-    Raises:
-        ValueError: ``"16-mixed"`` or ``"16-true"`` on a CPU.
-    """
-    if device_type == "cpu" and precision in ("16-mixed", "16-true"):
-        way_out = f"Use precision={precision.replace('16', 'bf16')!r}, which runs on GPUs too"
-        raise ValueError(explain(f"precision={precision!r} on a CPU", "DeepSpeed has no float16 there", way_out))
-
-
 def refuse_unfit_optimizer(optimizer: Optimizer, stage: int) -> None:
     """Refuse optimizers that ZeRO does not support: those that need a closure, or whole matrices.
 
@@ -446,45 +439,6 @@ def refuse_unfit_optimizer(optimizer: Optimizer, stage: int) -> None:
     if stage > 0:
         refuse_unshardable(optimizer)
         refuse_replaced(optimizer)
-
-
-@contextmanager
-def without_needless_ops() -> Iterator[None]:
-    """Start DeepSpeed's process group without compiling its shared-memory kernel, which gloo does not need."""
-    ops = import_deepspeed().ops.__compatible_ops__
-    before = ops.get("deepspeed_shm_comm")
-    ops["deepspeed_shm_comm"] = False
-    try:
-        yield
-    finally:
-        if before is None:
-            del ops["deepspeed_shm_comm"]
-        else:
-            ops["deepspeed_shm_comm"] = before
-
-
-def enter(device_type: str) -> Undo:
-    """Prepare for DeepSpeed, and return a function that restores the global state it changes.
-
-    Stage 3 replaces ``torch.nn.functional.linear`` permanently. On a CPU, DeepSpeed's CPU accelerator is selected,
-    even if the machine has a GPU, and the environment variables of the process group, which Lightning sets for
-    DeepSpeed, are removed at the end: with them, the next Trainer in this process would assume an external launcher.
-    """
-    from deepspeed.accelerator import get_accelerator, set_accelerator
-    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-
-    undo = ExitStack()
-    undo.callback(setattr, functional, "linear", functional.linear)
-    if device_type != "cpu":
-        return undo.close
-    before: Any = get_accelerator()
-    if before.device_name() != "cpu":
-        set_accelerator(CPU_Accelerator())
-        undo.callback(set_accelerator, before)
-    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        if name not in os.environ:
-            undo.callback(os.environ.pop, name, None)
-    return undo.close
 
 
 def _agree(fits: list[Fit], limits: Limits) -> list[Fit]:

@@ -169,8 +169,8 @@ class Held:
         self._uses = count_uses(net)
         self.trained = sum(group.numel for group in self.groups)
         self.size = 2 if low_precision else self.groups[0].dtype.itemsize
-        self.whole = sum(map(self._bytes, self.parameters))
-        self.extras = sum(map(self._bytes, net.buffers())) + _constants(net)
+        self.parameter_bytes = sum(map(self._bytes, self.parameters))
+        self.buffer_bytes = sum(map(self._bytes, net.buffers())) + _constants(net)
         self.largest = max(math.prod(shape) for group in self.groups for shape in group.shapes)
 
     def as_torch_does(self, precision: str) -> "Held":
@@ -209,7 +209,7 @@ class Held:
         each = zip(self.flat_shards(), self.groups, strict=True)
         return self.size * sum(part * self.ranks - group.numel for part, group in each)
 
-    def cut(self) -> int:
+    def sharded_bytes(self) -> int:
         """Return the bytes of a rank's shard of all parameters, frozen ones included (stage 3)."""
         return sum(ceil_div(p.numel(), self.ranks) * self.itemsize(p) for p in self.parameters)
 
@@ -476,7 +476,7 @@ def _stage_0(held: Held, sizes: ZeROSizes) -> ModelStates:
     bucket = min(held.trained, _ALL_REDUCE_BUCKET) * held.size if held.ranks > 1 else 0
     return ModelStates(
         "0",
-        parameters=held.whole + held.extras,
+        parameters=held.parameter_bytes + held.buffer_bytes,
         gradients=held.trained * held.size,
         optimizer=masters + held.state_in_shape(),
         buffers=max(bucket, masters),
@@ -487,7 +487,7 @@ def _stage_1_or_2(held: Held, sizes: ZeROSizes, stage: str) -> ModelStates:
     parts = held.flat_shards()
     return ModelStates(
         stage,
-        parameters=held.whole + held.padding() + held.extras,
+        parameters=held.parameter_bytes + held.padding() + held.buffer_bytes,
         gradients=held.owned_bytes() if stage == "2" else held.trained * held.size,
         optimizer=sum(parts) * MASTER + held.state(parts),
         # Buckets are freed before the step.
@@ -499,7 +499,7 @@ def _stage_2_offload(held: Held, sizes: ZeROSizes) -> ModelStates:
     parts = held.flat_shards()
     return ModelStates(
         "2+offload",
-        parameters=held.whole + held.padding() + held.extras,
+        parameters=held.parameter_bytes + held.padding() + held.buffer_bytes,
         gradients=0,
         optimizer=0,
         buffers=(2 * sizes.reduce_bucket + held.largest) * held.size,
@@ -512,7 +512,7 @@ def _stage_3(held: Held, sizes: ZeROSizes) -> ModelStates:
     staying, passing = held.gathered_bytes(sizes, offloaded=False)
     return ModelStates(
         "3",
-        parameters=held.cut() + staying + held.extras,
+        parameters=held.sharded_bytes() + staying + held.buffer_bytes,
         gradients=sum(parts) * held.size,
         optimizer=sum(parts) * MASTER + held.state(parts),
         buffers=sizes.reduce_bucket * held.size + max(passing, held.step_copy([min(max(parts), sizes.sub_group)])),
@@ -525,15 +525,15 @@ def _stage_3_away(held: Held, sizes: ZeROSizes, stage: str) -> ModelStates:
     staying, passing = held.gathered_bytes(sizes, offloaded=True)
     # The float32 master weights, their gradients, and their state.
     updated = total * 2 * MASTER + held.state(parts)
-    host, nvme = held.cut() + total * held.size + updated, 0
+    host, nvme = held.sharded_bytes() + total * held.size + updated, 0
     if stage == "3+nvme":
         kept = min(total, _PARAMETERS_IN_HOST)
         swap = _SWAP_BUFFERS * min(max(parts), sizes.sub_group) * MASTER
         host = (kept + _PARAMETER_SWAP + total) * held.size + swap
-        nvme = held.cut() + updated
+        nvme = held.sharded_bytes() + updated
     return ModelStates(
         stage,
-        parameters=staying + held.extras,
+        parameters=staying + held.buffer_bytes,
         gradients=0,
         optimizer=0,
         buffers=sizes.reduce_bucket * held.size + passing,

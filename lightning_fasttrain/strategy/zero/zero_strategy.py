@@ -22,9 +22,9 @@ from lightning_fasttrain.core.messages import explain, note_once, warn
 from lightning_fasttrain.core.modules.wrapped_forward import patch
 from lightning_fasttrain.core.state.select_entries import only
 from lightning_fasttrain.run.checkpoint.atomic_checkpoints import probe_folders
-from lightning_fasttrain.strategy.zero.zero_checkpoint import folder_to_load, save_whole
+from lightning_fasttrain.strategy.zero.zero_checkpoint import folder_to_load, save_atomically
 from lightning_fasttrain.strategy.zero.zero_engine import Engine
-from lightning_fasttrain.strategy.zero.zero_host import ZeROHost, fit_buckets, refuse_unfit_optimizer, step_to_predict
+from lightning_fasttrain.strategy.zero.zero_host import ZeROHost, step_to_predict
 from lightning_fasttrain.technique import Conflict, Surgery, Technique, check_together
 from lightning_fasttrain.technique.declarations import refuse_conflicts
 from lightning_fasttrain.technique.technique import techniques_of
@@ -132,15 +132,10 @@ class ZeROStrategy(ZeROHost, DeepSpeedStrategy):
         if "optimizer" not in self._given_config:
             self._made = super()._init_optimizers()
             optimizer = self._made[0]
-        if self.options.open:
-            assert optimizer is not None
-            self._choose_stage(module, optimizer, step_to_predict(trainer, self.options.activation_gib))
-        if optimizer is not None:
-            refuse_unfit_optimizer(optimizer, self.stage)
+        self._settle_stage(module, optimizer, lambda: step_to_predict(trainer, self.options.activation_gib))
         # Checked once more, since "auto" has chosen a stage only now.
         check_together(techniques_of(trainer), self)
         refuse_conflicts(self, CONFLICTS_OF_ZERO, trainer.callbacks)
-        fit_buckets(self._given_config, module, self.options.settings)
         # Probed now, before DeepSpeed shards the optimizer.
         probe_folders(trainer, [] if optimizer is None else [optimizer])
 
@@ -224,7 +219,7 @@ class ZeROStrategy(ZeROHost, DeepSpeedStrategy):
             # True if only a part of the model is saved, such as its trained weights.
             part = undo.enter_context(self.engine.save_only(set(checkpoint["state_dict"])))
             undo.callback(patch(self, "exclude_frozen_parameters", part or self.exclude_frozen_parameters))
-            save_whole(self, filepath, step, lambda path: save(checkpoint, path), checkpoint)
+            save_atomically(self, filepath, step, lambda path: save(checkpoint, path), checkpoint)
 
     def names_to_load(self, checkpoint: Mapping[str, object], saved: set[str], strict: bool) -> set[str]:
         """Return the keys that a checkpoint should contain; see :meth:`FSDP2Strategy.names_to_load`."""
@@ -303,11 +298,7 @@ class FabricZeROStrategy(ZeROHost, _FabricBase):
             ValueError: no stage fits, there are several optimizers, or the optimizer cannot be sharded.
         """
         optimizer = pick_only_optimizer(optimizers)
-        if self.options.open:
-            # Fabric does not know the step.
-            self._choose_stage(module, optimizer, {})
-        refuse_unfit_optimizer(optimizer, self.stage)
-        fit_buckets(self._given_config, module, self.options.settings)
+        self._settle_stage(module, optimizer, dict)  # Fabric does not know the step
         return super().setup_module_and_optimizers(module, optimizers, scheduler)
 
     def _initialize_engine(
@@ -360,7 +351,9 @@ class FabricZeROStrategy(ZeROHost, _FabricBase):
             return
         # Models and optimizers are saved by DeepSpeed.
         plain = {key: value for key, value in state.items() if not hasattr(value, "state_dict")}
-        save_whole(self, path, state.get("step"), lambda folder: save(folder, state, storage_options, filter), plain)
+        save_atomically(
+            self, path, state.get("step"), lambda folder: save(folder, state, storage_options, filter), plain
+        )
 
     def load_checkpoint(
         self,
