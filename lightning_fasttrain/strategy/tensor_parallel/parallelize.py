@@ -31,85 +31,6 @@ from lightning_fasttrain.strategy.tensor_parallel.styles import (
     VocabularyHead,
 )
 
-
-# Why not torch's own tracker (torch.distributed.tensor.random)? It acts on operations on DTensors of a GPU, and split
-# layers compute with plain tensors, on a CPU too.
-class SplitRandomness:
-    """Switches the random generator between the state that a group shares and one of this rank.
-
-    Activations that all ranks have must be dropped by the same mask, and those of single ranks by different ones. The
-    state of a rank is seeded by a number that the shared one draws, so that a forward that is recomputed from the
-    same shared state has the same masks, and that the shared state is all that a checkpoint must contain.
-
-    Args:
-        rank: in the tensor group.
-
-    Source:
-        The two streams of Megatron-LM's ``CudaRNGStatesTracker``; here the second is derived from the first.
-    """
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self._shared: tuple[torch.Generator, Tensor, int] | None = None
-
-    def enter(self, device: torch.device) -> None:
-        """Draw from this rank's own state from now on."""
-        self.leave()
-        seed = int(torch.randint(2**62, (), device="cpu")) + self.rank
-        generator = _generator_of(device)
-        self._shared = generator, generator.get_state(), seed
-        generator.manual_seed(seed)
-
-    def leave(self) -> None:
-        """Draw from the shared state again."""
-        if self._shared is None:
-            return
-        generator, state, seed = self._shared
-        self._shared = None
-        # An error, or a recomputation that ends early, may have left the rank's state by itself.
-        if generator.initial_seed() == seed:
-            generator.set_state(state)
-
-    def between_(self, columns: list[nn.Module], rows: list[nn.Module]) -> None:
-        """Draw from this rank's state between column- and row-parallel layers, and from the shared one inside them."""
-        for layer in (*columns, *rows):
-            layer.register_forward_pre_hook(self._leave_before)
-        for layer in columns:
-            layer.register_forward_hook(self._enter_after)
-
-    def inside_(self, blocks: list[nn.Module]) -> None:
-        """Draw from this rank's state inside blocks."""
-        for block in blocks:
-            block.register_forward_pre_hook(self._enter_before, with_kwargs=True)
-            block.register_forward_hook(self._leave_after)
-
-    def _leave_before(self, module: nn.Module, args: object) -> None:
-        if not torch.compiler.is_compiling():
-            self.leave()
-
-    def _enter_after(self, module: nn.Module, args: object, output: Tensor) -> None:
-        if module.training and not torch.compiler.is_compiling():
-            self.enter(output.device)
-
-    def _enter_before(self, module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
-        given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        if module.training and given and not torch.compiler.is_compiling():
-            self.enter(given[0].device)
-
-    def _leave_after(self, module: nn.Module, args: object, output: object) -> None:
-        if not torch.compiler.is_compiling():
-            self.leave()
-
-
-def _generator_of(device: torch.device) -> torch.Generator:
-    if device.type == "cuda":
-        index = device.index
-        if index is None:
-            index = torch.cuda.current_device()
-        return torch.cuda.default_generators[index]
-    return torch.default_generator
-
-
 Places = dict[nn.Parameter, list[tuple[nn.Module, str]]]
 # Widths of all heads together, in attention modules.
 _WIDTHS = ("all_head_size", "inner_dim", "attn_dim", "split_size")
@@ -320,3 +241,75 @@ class _Gathered:
             local: Any = layout.local(self._parameter._unsharded_param, self._mesh)
             for owner, name in places:
                 owner._parameters[name] = local  # not an nn.Parameter, so that its gradient reaches FSDP2's
+
+
+# Why not torch's own tracker (torch.distributed.tensor.random)? It acts on operations on DTensors of a GPU, and split
+# layers compute with plain tensors, on a CPU too.
+class SplitRandomness:
+    """Switches the random generator between the state that a group shares and one of this rank.
+
+    Activations that all ranks have must be dropped by the same mask, and those of single ranks by different ones. The
+    state of a rank is seeded by a number that the shared one draws, so that a forward that is recomputed from the
+    same shared state has the same masks, and that the shared state is all that a checkpoint must contain.
+
+    Args:
+        rank: in the tensor group.
+
+    Source:
+        The two streams of Megatron-LM's ``CudaRNGStatesTracker``; here the second is derived from the first.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._shared: tuple[torch.Generator, Tensor, int] | None = None
+
+    def enter(self, device: torch.device) -> None:
+        """Draw from this rank's own state from now on; compiled code draws from the shared one."""
+        if torch.compiler.is_compiling():
+            return
+        self.leave()
+        seed = int(torch.randint(2**62, (), device="cpu")) + self.rank
+        generator = _generator_of(device)
+        self._shared = generator, generator.get_state(), seed
+        generator.manual_seed(seed)
+
+    def leave(self) -> None:
+        """Draw from the shared state again."""
+        if torch.compiler.is_compiling() or self._shared is None:
+            return
+        generator, state, seed = self._shared
+        self._shared = None
+        # An error, or a recomputation that ends early, may have left the rank's state by itself.
+        if generator.initial_seed() == seed:
+            generator.set_state(state)
+
+    def between_(self, columns: list[nn.Module], rows: list[nn.Module]) -> None:
+        """Draw from this rank's state between column- and row-parallel layers, and from the shared one inside them."""
+        for layer in (*columns, *rows):
+            layer.register_forward_pre_hook(lambda *_: self.leave())
+        for layer in columns:
+            layer.register_forward_hook(lambda layer, _, output: self._enter_if_training(layer, output))
+
+    def inside_(self, blocks: list[nn.Module]) -> None:
+        """Draw from this rank's state inside blocks."""
+
+        def enter(block: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+            self._enter_if_training(block, *args, *kwargs.values())
+
+        for block in blocks:
+            block.register_forward_pre_hook(enter, with_kwargs=True)
+            block.register_forward_hook(lambda *_: self.leave())
+
+    def _enter_if_training(self, module: nn.Module, *values: object) -> None:
+        device = next((value.device for value in values if isinstance(value, Tensor)), None)
+        if module.training and device is not None:
+            self.enter(device)
+
+
+def _generator_of(device: torch.device) -> torch.Generator:
+    if device.type == "cuda":
+        index = device.index
+        if index is None:
+            index = torch.cuda.current_device()
+        return torch.cuda.default_generators[index]
+    return torch.default_generator

@@ -1,4 +1,7 @@
-"""Sequence parallelism: between split layers, each rank of a tensor group has its share of the tokens of a block."""
+"""Sequence parallelism: between split layers, each rank of a tensor group has its share of the tokens of a block.
+
+The stacks of blocks whose tokens are divided are those of context parallelism too.
+"""
 
 import copy
 from collections.abc import Callable, Mapping
