@@ -187,22 +187,18 @@ def compute_locally_(model: nn.Module, layouts: Layouts, mesh: DeviceMesh) -> No
     for module in model.modules():
         if not isinstance(module, FSDPModule):
             continue
-        gathered = []
-        for parameter in _sharded_parameters(module):
-            replaced = _Gathered(parameter, layouts, mesh)
-            if replaced.places:
-                gathered.append(replaced)
+        setters = [replace_gathered_(parameter, layouts, mesh) for parameter in _sharded_parameters(module)]
         # After FSDP2's own hook. Autograd runs what was created last first, and FSDP2 reduces the gradients of the
         # group in a node that its hook creates: they must have arrived by then.
-        module.register_forward_pre_hook(_set_local(gathered))
+        module.register_forward_pre_hook(_call_each(setters))
 
 
-def _set_local(gathered: list["_Gathered"]) -> Callable[..., None]:
-    def set_local(*_: object) -> None:
-        for parameter in gathered:
-            parameter.set_local()
+def _call_each(functions: list[Callable[[], None]]) -> Callable[..., None]:
+    def call(*_: object) -> None:
+        for function in functions:
+            function()
 
-    return set_local
+    return call
 
 
 def _sharded_parameters(module: FSDPModule) -> list[Any]:
@@ -213,34 +209,36 @@ def _sharded_parameters(module: FSDPModule) -> list[Any]:
     return [parameter for group in groups for parameter in group.fsdp_params]
 
 
-class _Gathered:
-    """A parameter of FSDP2's that is replaced by the plain tensor that this rank computes with while it is gathered.
+def replace_gathered_(parameter: Any, layouts: Layouts, mesh: DeviceMesh) -> Callable[[], None]:
+    """Replace a parameter of FSDP2's by the plain tensor that this rank computes with, while it is gathered.
 
     Where it is tied to a layer that computes with DTensors, as a head is, that one keeps the DTensor.
+
+    Returns:
+        A function that replaces it now. FSDP2 calls it too when it gathers, since blocks are recomputed after FSDP2 has
+        gathered them for the backward.
     """
+    info = parameter._module_info
+    owners, names = (info.module, *info.shared_modules), (info.param_name, *info.shared_param_names)
+    places: dict[Layout, list[tuple[nn.Module, str]]] = {}
+    for place in zip(owners, names, strict=True):
+        if place in layouts:
+            places.setdefault(layouts[place], []).append(place)
+    set_on_modules = parameter._setattr_on_modules
 
-    def __init__(self, parameter: object, layouts: Layouts, mesh: DeviceMesh) -> None:
-        info = parameter._module_info
-        self._parameter, self._mesh = parameter, mesh
-        owners, names = (info.module, *info.shared_modules), (info.param_name, *info.shared_param_names)
-        self.places: dict[Layout, list[tuple[nn.Module, str]]] = {}
-        for place in zip(owners, names, strict=True):
-            if place in layouts:
-                self.places.setdefault(layouts[place], []).append(place)
-        self._set_on_modules = parameter._setattr_on_modules
-        parameter._setattr_on_modules = self._set
-
-    def _set(self, value: Tensor) -> None:
-        self._set_on_modules(value)
-        # Here too, since blocks are recomputed after FSDP2 has gathered them for the backward.
-        if value is getattr(self._parameter, "_unsharded_param", None):
-            self.set_local()
-
-    def set_local(self) -> None:
-        for layout, places in self.places.items():
-            local: Any = layout.local(self._parameter._unsharded_param, self._mesh)
-            for owner, name in places:
+    def set_local() -> None:
+        for layout, held_at in places.items():
+            local: Any = layout.local(parameter._unsharded_param, mesh)
+            for owner, name in held_at:
                 owner._parameters[name] = local  # not an nn.Parameter, so that its gradient reaches FSDP2's
+
+    def set_value(value: Tensor) -> None:
+        set_on_modules(value)
+        if value is getattr(parameter, "_unsharded_param", None):
+            set_local()
+
+    parameter._setattr_on_modules = set_value
+    return set_local
 
 
 # Why not torch's own tracker (torch.distributed.tensor.random)? It acts on operations on DTensors of a GPU, and split

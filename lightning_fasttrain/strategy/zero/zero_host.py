@@ -197,14 +197,6 @@ def read_batch(loader: DataLoader) -> Any:
     return loader.collate_fn([dataset[i % len(dataset)] for i in range(size)])
 
 
-_CONFIGURED = {
-    "prefetch": "stage3_prefetch_bucket_size",
-    "persistence": "stage3_param_persistence_threshold",
-    "reuse": "stage3_max_reuse_distance",
-    "sub_group": "sub_group_size",
-}
-
-
 class ZeROHost:
     """Base of the Trainer's and Fabric's ZeRO strategies, which inherit it before Lightning's own class.
 
@@ -267,10 +259,10 @@ class ZeROHost:
 
     def _configured_sizes(self, held: Held) -> ZeROSizes:
         config, usual = self._given_config.get("zero_optimization", {}), usual_sizes(held)
-        given = {"reduce_bucket": min(config.get("reduce_bucket_size", usual.reduce_bucket), usual.reduce_bucket)}
-        for name, key in _CONFIGURED.items():
-            given[name] = int(config.get(key, getattr(usual, name)))
-        return ZeROSizes(**given)
+        # Keys of a config are in the order of the fields.
+        sizes = ZeROSizes(*[int(config.get(key, value)) for key, value in usual.as_config().items()])
+        # No more than all gradients are in a bucket.
+        return replace(sizes, reduce_bucket=min(sizes.reduce_bucket, usual.reduce_bucket))
 
     # Process group, on a CPU too.
 

@@ -1,4 +1,7 @@
-"""Formulas of each rank's memory under DeepSpeed's ZeRO, whose engine cannot run on tensors without memory."""
+"""Formulas of each rank's memory under DeepSpeed's ZeRO, and the optimizers that its flat shards suit.
+
+Formulas, since DeepSpeed's engine cannot run on tensors without memory, as FSDP2 can.
+"""
 
 import math
 from collections.abc import Callable, Sequence
