@@ -469,7 +469,7 @@ def test_layers_that_mix_tokens_and_heads_that_do_not_divide_are_refused_by_name
     routed.net.config = SimpleNamespace(output_router_logits=True)
     with pytest.raises(ValueError, match="with output_router_logits=True: its loss has a term over the routing"):
         divide_context_(routed, SimpleNamespace(size=lambda: 2))
-    with pytest.raises(ValueError, match=r"share of the 4 heads. Use one of context_parallel=\[1, 2, 4\]"):
+    with pytest.raises(ValueError, match=r"it does not divide \w+=4. Use one of context_parallel=\[1, 2, 4\]"):
         divide_context_(Net("gpt"), SimpleNamespace(size=lambda: 3))
     with pytest.raises(ValueError, match="Sequential: it has no repeated blocks"):
         divide_context_(nn.Sequential(nn.Linear(2, 2)), SimpleNamespace(size=lambda: 2))

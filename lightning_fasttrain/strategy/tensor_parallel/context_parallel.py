@@ -29,7 +29,12 @@ from lightning_fasttrain.data.padding.packed_forward import PackedForward
 from lightning_fasttrain.finetune.frozen_cache.cached_forward import CachedForward
 from lightning_fasttrain.model.tiling.tiled_forward import find_trainable, in_place_of
 from lightning_fasttrain.strategy.tensor_parallel.parallelize import SplitRandomness
-from lightning_fasttrain.strategy.tensor_parallel.plan import blocks_or_model, common_divisors, heads_of, is_attention
+from lightning_fasttrain.strategy.tensor_parallel.plan import (
+    blocks_or_model,
+    heads_of,
+    is_attention,
+    refuse_indivisible_heads,
+)
 from lightning_fasttrain.strategy.tensor_parallel.sequence_parallel import (
     HiddenStates,
     Option,
@@ -100,9 +105,7 @@ def _refuse_shapes(query: Tensor, key: Tensor, mask: Tensor | None, ranks: int) 
         what = f"{option} with queries of shape {tuple(query.shape)} and keys of shape {tuple(key.shape)}"
         why = "expected (B, H, T, d) for the same tokens, as in self-attention"
         raise ValueError(explain(what, why, "Use context_parallel=1"))
-    if query.shape[1] % ranks:
-        why = f"each rank attends with its share of the {query.shape[1]} heads"
-        raise ValueError(explain(option, why, f"Use one of context_parallel={common_divisors([query.shape[1]])}"))
+    refuse_indivisible_heads("context_parallel", ranks, "scaled_dot_product_attention", {"heads": query.shape[1]})
     tokens = query.shape[2] * ranks
     if mask is not None and (mask.shape[-1] not in (1, tokens) or mask.shape[-2:-1] not in ((1,), (tokens,))):
         what = f"{option} with an attention mask of shape {tuple(mask.shape)}"
@@ -200,10 +203,9 @@ def _refuse_mixing(prefix: str, block: nn.Module, ranks: int) -> None:
                 if isinstance(holder, kind):
                     found = f"context_parallel={ranks} with {type(holder).__name__} on '{name}'"
                     raise ValueError(explain(found, why, "Leave that technique out, or use context_parallel=1"))
-        heads = list(heads_of(module).values())[:1]
-        if heads and heads[0] % ranks:
-            why = f"each rank attends with its share of the {heads[0]} heads"
-            raise ValueError(explain(what, why, f"Use one of context_parallel={common_divisors(heads)}"))
+        # Of the queries: heads of keys and values are copied where there are fewer.
+        of_queries = dict(list(heads_of(module).items())[:1])
+        refuse_indivisible_heads("context_parallel", ranks, f"'{name}' ({type(module).__name__})", of_queries)
 
 
 def _refuse_router_losses(model: nn.Module, option: Option) -> None:

@@ -185,7 +185,7 @@ def _from_configuration(prefix: str, base: Any, tensor_parallel: int) -> Plan:
     own = {
         pattern: style for pattern, style in base.config.base_model_tp_plan.items() if fnmatch.filter(present, pattern)
     }
-    refuse_indivisible_heads(type(base).__name__, heads_of(base.config), tensor_parallel)
+    refuse_indivisible_heads("tensor_parallel", tensor_parallel, type(base).__name__, heads_of(base.config))
     return {f"{start}{name}": style for name, style in _from_patterns(base, own, source).items()}
 
 
@@ -291,7 +291,7 @@ def _plan_attention(
     if not heads:
         why = "its number of heads is unknown: it has no attribute such as num_heads"
         raise ValueError(explain(f"tensor parallelism of attention {what}", why, "Give tensor_plan="))
-    refuse_indivisible_heads(what, heads, ranks)
+    refuse_indivisible_heads("tensor_parallel", ranks, what, heads)
     order = list(layers)
     names = [f"{inner}{name}" for name in projections]
     inputs, outputs = _widths(layers[names[0]])
@@ -394,16 +394,16 @@ def common_divisors(numbers: Iterable[int]) -> list[int]:
     return [n for n in range(1, common + 1) if common % n == 0]
 
 
-def refuse_indivisible_heads(what: str, heads: Mapping[str, int], ranks: int) -> None:
-    """Refuse a number of ranks that does not divide all numbers of heads; name the divisors.
+def refuse_indivisible_heads(option: str, ranks: int, what: str, heads: Mapping[str, int]) -> None:
+    """Refuse a number of ranks, as given by ``option``, that does not divide all numbers of heads; name the divisors.
 
     Raises:
         ValueError: it does not.
     """
     if any(count % ranks for count in heads.values()):
         stated = " and ".join(f"{name}={count}" for name, count in heads.items())
-        way_out = f"Use one of tensor_parallel={common_divisors(heads.values())}"
-        raise ValueError(explain(f"tensor_parallel={ranks} with {what}", f"it does not divide {stated}", way_out))
+        way_out = f"Use one of {option}={common_divisors(heads.values())}"
+        raise ValueError(explain(f"{option}={ranks} with {what}", f"it does not divide {stated}", way_out))
 
 
 def refuse_indivisible(model: nn.Module, plan: Mapping[str, ParallelStyle], ranks: int) -> None:
