@@ -110,7 +110,7 @@ NAMES = {
 # the same, for what subclasses of its strategies override or call on themselves
 INHERITED = {
     "_configure_launcher": (f"{PYTORCH}.strategies.ddp", ["strategy/zero/zero_host"]),
-    "_format_config": (f"{FABRIC}.strategies.deepspeed", ["strategy/zero/zero_fabric"]),
+    "_format_config": (f"{FABRIC}.strategies.deepspeed", ["strategy/zero/zero_strategy"]),
     "_init_config_if_needed": (f"{PYTORCH}.strategies.deepspeed", ["strategy/zero/zero_strategy"]),
     "_init_deepspeed_distributed": (f"{PYTORCH}.strategies.deepspeed", ["strategy/zero/zero_host"]),
     "_init_optimizers": (f"{PYTORCH}.strategies.deepspeed", ["strategy/zero/zero_strategy"]),

@@ -118,7 +118,7 @@ def test_strategies(strategy, settings, tmp_path):
         assert made.async_checkpoints
     else:
         assert made.stage == settings.get("stage", made.stage)
-        assert (made.question.memory_gib, made.trusted) == (settings.get("memory_gib"), "trusted" in settings)
+        assert (made.options.memory_gib, made.trusted) == (settings.get("memory_gib"), "trusted" in settings)
 
 
 def test_a_dtype_is_written_by_its_name(tmp_path):

@@ -86,8 +86,7 @@ def list_unused(options: argparse.Namespace) -> None:
 
 def compare_strategies(options: argparse.Namespace) -> None:
     """Run ``fasttrain shard``: DDP, FSDP2 and ZeRO for a model on any number of devices, without them."""
-    from lightning_fasttrain.strategy.choose_strategy import choose_strategy
-    from lightning_fasttrain.strategy.shardable_optimizer import optimizer_named
+    from lightning_fasttrain.strategy.choose_strategy import choose_strategy, optimizer_named
 
     if options.size is None and options.batch is not None:
         raise CommandError("--batch goes with --size; TARGET brings its own batch.")

@@ -1,7 +1,7 @@
 """Sharding of parameters, gradients and optimizer state: FSDP2, ZeRO, and the choice among them.
 
-From the bottom up: ``shardable_optimizer``, ``memory_limits``, ``tensor_parallel``, ``fsdp2``, ``zero``, ``traffic``,
-``consolidate``, ``choose_strategy``.
+From the bottom up: ``memory_limits``, ``tensor_parallel``, ``fsdp2``, ``consolidate``, ``zero``, ``traffic``,
+``choose_strategy``.
 """
 
 from typing import TYPE_CHECKING
@@ -12,8 +12,7 @@ import_names_when_used(__name__)
 if TYPE_CHECKING:
     from lightning_fasttrain.strategy.choose_strategy import StrategyChoice, choose_strategy
     from lightning_fasttrain.strategy.consolidate import Consolidated, consolidate
-    from lightning_fasttrain.strategy.fsdp2.fsdp2_fabric import FabricFSDP2Strategy
-    from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
+    from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FabricFSDP2Strategy, FSDP2Strategy
     from lightning_fasttrain.strategy.fsdp2.shard_blocks import check_sharded, precision_policy, shard_blocks_
     from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import (
         full_checkpoint,
@@ -23,9 +22,8 @@ if TYPE_CHECKING:
     )
     from lightning_fasttrain.strategy.tensor_parallel.plan import plan_tensor_parallel
     from lightning_fasttrain.strategy.traffic import Traffic, predict_traffic
-    from lightning_fasttrain.strategy.zero.zero_fabric import FabricZeROStrategy
     from lightning_fasttrain.strategy.zero.zero_states import STAGES, ZeROSizes
-    from lightning_fasttrain.strategy.zero.zero_strategy import ZeROStrategy
+    from lightning_fasttrain.strategy.zero.zero_strategy import FabricZeROStrategy, ZeROStrategy
 
 __all__ = [
     "STAGES",

@@ -10,14 +10,17 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, Strategy
 from rich.table import Table
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import Muon, Optimizer
 
-from lightning_fasttrain.core.checks import PositiveFloat, PositiveInt, check_arguments, one_of
+from lightning_fasttrain.core.checks import PositiveFloat, PositiveInt, check_arguments, one_of, require
 from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.messages import Report, explain
 from lightning_fasttrain.core.modules.parameters import quantized_tensors
 from lightning_fasttrain.memory.fake_step import fake_model
+from lightning_fasttrain.optim.named.build_optimizer import NamedOptimizer, is_known
+from lightning_fasttrain.optim.named.muon import MuonAdamW
 from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
+from lightning_fasttrain.strategy.fsdp2.shard_blocks import has_own_kernels
 from lightning_fasttrain.strategy.memory_limits import (
     Fit,
     Limits,
@@ -28,9 +31,17 @@ from lightning_fasttrain.strategy.memory_limits import (
     name_leaner_ways,
     predict_fits,
 )
-from lightning_fasttrain.strategy.shardable_optimizer import MakeOptimizer, make_optimizer, unfit_family
 from lightning_fasttrain.strategy.traffic import Moved, Traffic
-from lightning_fasttrain.strategy.zero.zero_states import Held, ZeROSizes, ZeROStage, held_by, usual_sizes
+from lightning_fasttrain.strategy.zero.zero_states import (
+    Held,
+    MakeOptimizer,
+    ZeROSizes,
+    ZeROStage,
+    held_by,
+    make_optimizer,
+    refuse_unshardable,
+    usual_sizes,
+)
 from lightning_fasttrain.strategy.zero.zero_strategy import ZeROStrategy
 from lightning_fasttrain.technique import Surgery, Technique
 from lightning_fasttrain.technique.declarations import PredictedStep
@@ -119,7 +130,7 @@ class StrategyChoice(Report):
         else:
             made = ZeROStrategy(stage=stage, **{"reduce_bucket_size": self.sizes.reduce_bucket, **settings})
         # Set on the instance, so that it is called first: setup_environment joins the process group.
-        made.setup_environment = functools.partial(_meet, made, self.name, self.devices)
+        made.setup_environment = functools.partial(_refuse_other_devices, made, self.name, self.devices)
         return made
 
     def as_dict(self) -> dict[str, Any]:
@@ -157,7 +168,7 @@ class StrategyChoice(Report):
         return fits_table(title, [self.why, usable, *self.notes], self.candidates, self.name, columns)
 
 
-def _meet(strategy: ParallelStrategy, name: str, devices: int) -> None:
+def _refuse_other_devices(strategy: ParallelStrategy, name: str, devices: int) -> None:
     """Refuse another number of processes than planned, then run the class's own ``setup_environment``."""
     processes = strategy.num_nodes * strategy.num_processes
     if processes != devices:
@@ -357,6 +368,22 @@ def _measure(
         yield Held(net, make_optimizer(net, optimizer), devices, precision != "32-true")
 
 
+def unfit_family(optimizer: Optimizer) -> tuple[str, str]:
+    """Return ``"zero"`` or ``"fsdp2"`` if ``optimizer`` does not work under those strategies, and the reason.
+
+    Raises:
+        ValueError: the optimizer works under neither.
+    """
+    kind = type(optimizer)
+    # FSDP2 shards matrices by rows, which the optimizer gathers.
+    if issubclass(kind, MuonAdamW | Muon):
+        return "zero", f"ZeRO is left out: {kind.__name__} needs whole matrices, and ZeRO gives it flat shards."
+    refuse_unshardable(optimizer)
+    if has_own_kernels(optimizer):
+        return "fsdp2", f"FSDP2 is left out: the kernels of {kind.__name__} do not work on its parameters."
+    return "", ""
+
+
 def _count_micro_batches(techniques: Sequence[Technique], batch: object) -> int:
     """Return how many forward and backward passes an optimizer step has."""
     planned = PredictedStep()
@@ -429,3 +456,34 @@ def _in_bytes(size_gib: float | None) -> int | None:
     if size_gib is None:
         return None
     return int(size_gib * GIB)
+
+
+def optimizer_named(name: str) -> MakeOptimizer:
+    """Return a function of the parameters that builds the optimizer of that name.
+
+    The name is one that :func:`~lightning_fasttrain.build_optimizer` knows, or a class in torch or bitsandbytes;
+    ``"sgd-momentum"`` is SGD with momentum 0.9.
+
+    Raises:
+        ValueError: there is no optimizer of that name.
+
+    Example:
+        >>> optimizer_named("nadam")([nn.Parameter(torch.zeros(2))]).defaults["betas"]
+        (0.9, 0.999)
+    """
+    if is_known(name):
+        return NamedOptimizer(name)
+    momentum = {}
+    if name.lower() in ("sgd-momentum", "sgd8bit"):
+        momentum["momentum"] = 0.9
+    wanted = name.lower().removesuffix("-momentum")
+    places = [torch.optim]
+    if wanted.endswith("bit"):
+        places.append(require("bitsandbytes", extra="finetune").optim)
+    for place in places:
+        for key, kind in vars(place).items():
+            if key.lower() == wanted and isinstance(kind, type) and issubclass(kind, Optimizer):
+                make: Any = kind
+                return lambda parameters: make(parameters, lr=1e-3, **momentum)
+    why = "neither torch.optim nor bitsandbytes has an optimizer of this name"
+    raise ValueError(explain(f"optimizer={name!r}", why, "Use adamw, sgd, sgd-momentum, lion8bit or adamw8bit"))

@@ -11,10 +11,16 @@ from torch.optim import Optimizer
 
 from lightning_fasttrain.core.checks import PositiveInt, check_arguments, one_of
 from lightning_fasttrain.core.modules.parameters import bytes_of
-from lightning_fasttrain.strategy.fsdp2.packed_weights import whole_parameters
-from lightning_fasttrain.strategy.fsdp2.shard_blocks import own_groups, precision_policy
-from lightning_fasttrain.strategy.shardable_optimizer import MakeOptimizer
-from lightning_fasttrain.strategy.zero.zero_states import MASTER, STAGES, Held, ZeROSizes, ceil_div, held_by
+from lightning_fasttrain.strategy.fsdp2.shard_blocks import own_groups, precision_policy, unsharded_parameters
+from lightning_fasttrain.strategy.zero.zero_states import (
+    MASTER,
+    STAGES,
+    Held,
+    MakeOptimizer,
+    ZeROSizes,
+    ceil_div,
+    held_by,
+)
 
 FSDP2 = ("fsdp2", "fsdp2+offload")
 STRATEGIES = ("ddp", *FSDP2, *(f"zero-{stage}" for stage in STAGES))
@@ -148,7 +154,7 @@ class _Group:
 def _find_groups(held: Held, precision: str) -> list[_Group]:
     """Return the sharded groups of ``held.net``, the root last."""
     policy = precision_policy(precision)
-    whole = whole_parameters(held.net, policy)
+    whole = unsharded_parameters(held.net, policy)
     inside: set[nn.Parameter] = set()
     groups = []
     for block in own_groups(held.net).values():

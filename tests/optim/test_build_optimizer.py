@@ -14,8 +14,8 @@ from lightning_fasttrain.bench.gpt import GPTConfig, GPTModule
 from lightning_fasttrain.optim import HostOptimizer, hand_over_state_, layer_decay_groups, optimizer_state_bytes
 from lightning_fasttrain.optim.named.build_optimizer import KNOWN
 from lightning_fasttrain.optim.named.optimizer_state import tensors_in
-from lightning_fasttrain.strategy.shardable_optimizer import optimizer_named, refuse_unshardable
-from lightning_fasttrain.strategy.zero.zero_states import predict_model_states
+from lightning_fasttrain.strategy.choose_strategy import optimizer_named
+from lightning_fasttrain.strategy.zero.zero_states import predict_model_states, refuse_unshardable
 from tests.support.nets import TinyLM, as_loader, fit, largest_difference, take_steps, trainer, weights
 
 pytest.importorskip("bitsandbytes")

@@ -8,8 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.strategy.fsdp2.fsdp2_fabric import FabricFSDP2Strategy
-from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
+from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FabricFSDP2Strategy, FSDP2Strategy
 from lightning_fasttrain.strategy.zero.zero_strategy import ZeROStrategy
 from tests.strategy.tensor_scenarios import Net, batches_of
 from tests.support.nets import ShallowLM, as_loader, largest_difference, lm_batches, trainer, weights

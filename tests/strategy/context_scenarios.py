@@ -7,8 +7,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.strategy.fsdp2.fsdp2_fabric import FabricFSDP2Strategy
-from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
+from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FabricFSDP2Strategy, FSDP2Strategy
 from tests.strategy import tensor_scenarios as base
 from tests.support.nets import as_loader, largest_difference, weights
 

@@ -22,9 +22,8 @@ from torch.distributed.tensor import DTensor
 import lightning_fasttrain as ft
 from lightning_fasttrain.core.modules.parameters import quantized_tensors
 from lightning_fasttrain.finetune.quantized.quantized_layer import is_quantized
-from lightning_fasttrain.strategy.fsdp2 import packed_weights
-from lightning_fasttrain.strategy.fsdp2.fsdp2_fabric import FabricFSDP2Strategy
-from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
+from lightning_fasttrain.strategy.fsdp2 import shard_blocks
+from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FabricFSDP2Strategy, FSDP2Strategy
 from lightning_fasttrain.strategy.fsdp2.shard_blocks import check_sharded
 from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import full_state_dict
 from tests.finetune.test_expert_adapters import CONFIG
@@ -380,10 +379,10 @@ def techniques(found, folder):
 @contextmanager
 def whole_base():
     """Select the strategy for torch versions in which FSDP2 would cast packed weights."""
-    original = packed_weights._would_be_cast
-    packed_weights._would_be_cast = lambda *_: True
+    original = shard_blocks._would_be_cast
+    shard_blocks._would_be_cast = lambda *_: True
     yield
-    packed_weights._would_be_cast = original
+    shard_blocks._would_be_cast = original
 
 
 def local(tensor):

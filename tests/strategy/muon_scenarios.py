@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 import lightning_fasttrain as ft
 from lightning_fasttrain.bench.gpt import GPT, GPTConfig
 from lightning_fasttrain.optim.named.muon import NewtonSchulz
-from lightning_fasttrain.strategy.fsdp2.fsdp2_fabric import FabricFSDP2Strategy
+from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FabricFSDP2Strategy
 from lightning_fasttrain.strategy.tensor_parallel.layouts import take_shard
 from tests.support.nets import as_loader, largest_difference, trainer, weights
 

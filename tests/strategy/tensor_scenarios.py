@@ -34,8 +34,7 @@ from transformers import (
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.bench.gpt import GPT, GPTConfig
-from lightning_fasttrain.strategy.fsdp2.fsdp2_fabric import FabricFSDP2Strategy
-from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
+from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FabricFSDP2Strategy, FSDP2Strategy
 from tests.strategy.muon_scenarios import divided_in_a_tensor_group
 from tests.support.end_of_rank import run_rank, write_findings
 from tests.support.nets import as_loader, largest_difference, trainer, weights

@@ -35,26 +35,27 @@ def needs(net):
 
 def choose(monkeypatch, net, gib, step=None, activation_gib=0.0, headroom=0.0):
     monkeypatch.setattr(zero_host, "rank_count", lambda: RANKS)
-    strategy = ZeROStrategy(memory_gib=gib, headroom=headroom, reduce_bucket_size=SIZES.reduce_bucket)
+    options = {"memory_gib": gib, "headroom": headroom, "activation_gib": activation_gib}
+    strategy = ZeROStrategy(**options, reduce_bucket_size=SIZES.reduce_bucket)
     strategy.parallel_devices, strategy.cluster_environment = [torch.device("cpu")], LightningEnvironment()
     optimizer = torch.optim.AdamW(net.parameters())
-    strategy._choose_stage(net, optimizer, step or {}, int(activation_gib * GIB))
+    strategy._choose_stage(net, optimizer, step or {})
     return strategy
 
 
 @pytest.mark.parametrize("stage", STAGES[:4])
 def test_the_first_stage_that_fits_is_chosen(stage, needs, net, monkeypatch):
     strategy = choose(monkeypatch, net, needs[stage] + 0.001)
-    assert strategy.question.stage == stage
+    assert strategy.options.stage == stage
     assert strategy.config["zero_optimization"]["stage"] == int(stage)
     assert strategy.config["zero_optimization"]["reduce_bucket_size"] == SIZES.reduce_bucket
     assert needs["0"] > needs["1"] > needs["2"] > needs["3"]
 
 
 def test_headroom_and_activations_are_subtracted_first(needs, net, monkeypatch):
-    assert choose(monkeypatch, net, needs["1"] + 0.001, headroom=0.05).question.stage == "2"
-    assert choose(monkeypatch, net, needs["1"] + 1.001, activation_gib=1.0).question.stage == "1"
-    assert choose(monkeypatch, net, needs["1"] + 0.999, activation_gib=1.0).question.stage == "2"
+    assert choose(monkeypatch, net, needs["1"] + 0.001, headroom=0.05).options.stage == "2"
+    assert choose(monkeypatch, net, needs["1"] + 1.001, activation_gib=1.0).options.stage == "1"
+    assert choose(monkeypatch, net, needs["1"] + 0.999, activation_gib=1.0).options.stage == "2"
 
 
 def test_the_table_and_the_reason_are_printed(needs, net, monkeypatch, capsys):
@@ -73,12 +74,13 @@ def test_a_shortage_has_the_amount_and_a_way_out(net, monkeypatch):
 def test_activations_count_unless_the_step_cannot_be_predicted(monkeypatch, caplog):
     batch = lm_batches(1, size=64, length=64)[0]
     net = TinyLM(depth=2)
-    alone = choose(monkeypatch, net, 0.0005).question.stage
-    assert (alone, choose(monkeypatch, net, 0.02, {"batch": batch}).question.stage) == ("0", "0")
+    alone = choose(monkeypatch, net, 0.0005).options.stage
+    assert (alone, choose(monkeypatch, net, 0.02, {"batch": batch}).options.stage) == ("0", "0")
+    assert choose(monkeypatch, net, 0.02, {"batch": batch}, activation_gib=1.0).options.stage == "0"
     with pytest.raises(ValueError, match="No stage fits"):
         choose(monkeypatch, net, 0.0005, {"batch": batch})
     choose(monkeypatch, net, 0.0005, {"batch": "not a batch"})
-    assert "chosen without activations, since they cannot be predicted" in caplog.text
+    assert "activations count as activation_gib=0.0, since they cannot be predicted" in caplog.text
 
 
 def test_a_folder_that_does_not_exist_is_refused(net):

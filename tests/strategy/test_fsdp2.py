@@ -15,8 +15,7 @@ from torch.torch_version import TorchVersion
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.strategy.fsdp2.broadcast_weights import list_shared_buffers
-from lightning_fasttrain.strategy.fsdp2.fsdp2_fabric import FabricFSDP2Strategy
-from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
+from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FabricFSDP2Strategy, FSDP2Strategy
 from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import (
     ShardReader,
     full_checkpoint,

@@ -9,8 +9,7 @@ from torch import nn
 import lightning_fasttrain as ft
 from lightning_fasttrain.bench.gpt import reference_gpt as gpt
 from lightning_fasttrain.optim.named.optimizer_state import groups_of, state_bytes
-from lightning_fasttrain.strategy.shardable_optimizer import refuse_unshardable
-from lightning_fasttrain.strategy.zero.zero_states import STAGES, ZeROSizes, predict_model_states
+from lightning_fasttrain.strategy.zero.zero_states import STAGES, ZeROSizes, predict_model_states, refuse_unshardable
 from tests.support.nets import LazyLM, TinyLM
 
 NO_BUFFERS = ZeROSizes(reduce_bucket=0, prefetch=0, persistence=0, reuse=0)

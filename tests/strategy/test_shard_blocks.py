@@ -15,10 +15,12 @@ import lightning_fasttrain as ft
 from lightning_fasttrain.core.modules.parameters import quantized_tensors
 from lightning_fasttrain.finetune import dequantized_weight
 from lightning_fasttrain.finetune.quantized.quantized_layer import is_quantized, pack
-from lightning_fasttrain.strategy.fsdp2 import packed_weights
-from lightning_fasttrain.strategy.fsdp2.broadcast_weights import send_from_rank_zero_, whole_on_rank_zero
+from lightning_fasttrain.strategy.fsdp2 import shard_blocks
+from lightning_fasttrain.strategy.fsdp2.broadcast_weights import send_from_rank_zero_, tensors_on_rank_zero
+from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FabricFSDP2Strategy
 from lightning_fasttrain.strategy.fsdp2.shard_blocks import (
     check_sharded,
+    is_reducing,
     precision_policy,
     reshard_,
     shard_blocks_,
@@ -60,6 +62,16 @@ def test_sharding_again_does_nothing(mesh):
     parameters = list(model.parameters())
     assert shard_blocks_(model, mesh) == []
     assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("reduce_once", [True, False])
+def test_a_window_in_fabric_sums_gradients_unreduced_unless_asked_otherwise(mesh, reduce_once):
+    model = TinyLM()
+    shard_blocks_(model, mesh)
+    control = FabricFSDP2Strategy(reduce_once=reduce_once)._backward_sync_control
+    with control.no_backward_sync(model, enabled=True):
+        assert is_reducing(model) is not reduce_once
+    assert is_reducing(model)
 
 
 def test_weights_tied_within_the_root_stay_tied(mesh):
@@ -321,7 +333,7 @@ def test_optimizers_that_fail_on_shards_are_refused(mesh, name, package):
 def test_a_model_on_the_meta_device_gets_weights_and_keeps_its_ties(mesh):
     with torch.device("meta"):
         model = TinyLM()
-    whole = whole_on_rank_zero(model)
+    whole = tensors_on_rank_zero(model)
     expected = {name: tensor.clone() for name, tensor in weights(model).items()}
     shard_blocks_(model, mesh)
     send_from_rank_zero_(model, whole, torch.device("cpu"))
@@ -332,12 +344,12 @@ def test_a_model_on_the_meta_device_gets_weights_and_keeps_its_ties(mesh):
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
 def test_unsharded_quantised_weights_survive_the_broadcast_from_rank_zero(mesh, kind, monkeypatch):
     """A rank has them, and a head without weights: only missing weights are initialized."""
-    monkeypatch.setattr(packed_weights, "_would_be_cast", lambda *_: True)  # as torch 2.11 does with 4 bits
+    monkeypatch.setattr(shard_blocks, "_would_be_cast", lambda *_: True)  # as torch 2.11 does with 4 bits
     first, other = WideLM(), WideLM()
     for model in (first, other):
         ft.finetune.quantize_base_(model, kind, skip="head")
     other.head.to("meta")
-    whole = whole_on_rank_zero(first)
+    whole = tensors_on_rank_zero(first)
     shard_blocks_(other, mesh)
     send_from_rank_zero_(other, whole, torch.device("cpu"))
     assert torch.equal(other.head.weight.full_tensor(), first.head.weight)
@@ -365,7 +377,7 @@ def test_meta_layer_without_an_initializer_is_refused(kind, why):
     with torch.device("meta"):
         model = nn.Sequential(kind())
     with pytest.raises(ValueError, match=rf"layer '0' \({kind.__name__}\) is on the meta device: .*{why}"):
-        whole_on_rank_zero(model)
+        tensors_on_rank_zero(model)
 
 
 def test_hybrid_sharding_has_a_two_dimensional_mesh():

@@ -29,12 +29,11 @@ from lightning_fasttrain.loss.loss_inputs import logits_of
 from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import full_checkpoint
 from lightning_fasttrain.strategy.fsdp2.sharding import Sharding
 from lightning_fasttrain.strategy.tensor_parallel import styles
-from lightning_fasttrain.strategy.tensor_parallel.divided_tokens.context_parallel import divide_context_
-from lightning_fasttrain.strategy.tensor_parallel.divided_tokens.sequence import SequenceParallel
+from lightning_fasttrain.strategy.tensor_parallel.context_parallel import divide_context_
 from lightning_fasttrain.strategy.tensor_parallel.layouts import split_intervals
-from lightning_fasttrain.strategy.tensor_parallel.parallelize import divide_heads_
+from lightning_fasttrain.strategy.tensor_parallel.parallelize import SplitRandomness, divide_heads_
 from lightning_fasttrain.strategy.tensor_parallel.plan import plan_tensor_parallel
-from lightning_fasttrain.strategy.tensor_parallel.split_dropout import SplitRandomness
+from lightning_fasttrain.strategy.tensor_parallel.sequence_parallel import plan_on_shares
 from tests.strategy import context_scenarios, vocabulary_scenarios
 from tests.strategy.muon_scenarios import STEPS as MUON_STEPS
 from tests.strategy.tensor_scenarios import KINDS, MESHES, VOCABULARY, Net, batches_of, two_epochs
@@ -233,19 +232,31 @@ def test_ranks_of_a_tensor_group_are_neighbours():
     assert [sharding.data_ranks(8, rank)["rank"] for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
-def test_layers_that_share_an_input_share_its_copy_and_nothing_is_kept():
+@pytest.fixture
+def group():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        weight = torch.ones(2, 2, requires_grad=True)
-        x = torch.ones(2, 2) @ weight
-        first, second = (styles._copy_once(x, dist.group.WORLD, styles._Copy) for _ in range(2))
-        assert first is second
-        first.sum().backward()
-        assert torch.equal(weight.grad, torch.full((2, 2), 2.0))
-        del x, first, second
-        assert len(styles._copies) == 0
-    finally:
-        dist.destroy_process_group()
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_layers_that_share_an_input_share_its_copy_and_nothing_is_kept(group):
+    weight = torch.ones(2, 2, requires_grad=True)
+    x = torch.ones(2, 2) @ weight
+    first, second = (styles.copy_once(x, group, styles.copy_to_group) for _ in range(2))
+    assert first is second
+    first.sum().backward()
+    assert torch.equal(weight.grad, torch.full((2, 2), 2.0))
+    del x, first, second
+    assert len(styles._copies) == 0
+
+
+@pytest.mark.parametrize("wrong", [-1, 4])
+def test_ids_outside_of_a_split_vocabulary_are_refused(group, wrong):
+    embedding = nn.Embedding(4, 2)
+    styles.SplitEmbedding(embedding, group).install()
+    assert embedding(torch.tensor([0, 3])).shape == (2, 2)
+    with pytest.raises(IndexError):
+        embedding(torch.tensor([wrong]))
 
 
 def test_heads_that_a_module_states_become_those_of_one_rank():
@@ -341,9 +352,9 @@ def test_random_numbers_of_a_rank_leave_the_shared_ones_as_they_are():
 
 def test_blocks_that_may_need_all_tokens_are_refused_by_name():
     def divide(model, plan=None):
-        return SequenceParallel(model, find_blocks(model), plan_tensor_parallel(model, 2, plan))
+        return plan_on_shares(model, find_blocks(model), plan_tensor_parallel(model, 2, plan))
 
-    assert divide(Net("gpt")).plan["net.blocks.0.up"].enter is not styles.ColumnParallel().enter
+    assert divide(Net("gpt"))["net.blocks.0.up"].enter is not styles.ColumnParallel().enter
     with pytest.raises(
         ValueError, match="'net.encoder.layers.0.self_attn' .MultiheadAttention.*neither split nor a norm"
     ):
@@ -359,7 +370,7 @@ def test_blocks_that_may_need_all_tokens_are_refused_by_name():
     with pytest.raises(ValueError, match="'net.blocks.0' .Block., which is skipped at random: ranks draw"):
         divide(net)
     with pytest.raises(ValueError, match="Sequential: it has no repeated blocks"):
-        SequenceParallel(nn.Sequential(), {"": nn.Sequential()}, {})
+        plan_on_shares(nn.Sequential(), {"": nn.Sequential()}, {})
     with pytest.raises(ValueError, match="sequence_parallel=True with tensor_parallel=1"):
         Sharding(sequence_parallel=True)
 
@@ -458,7 +469,7 @@ def test_layers_that_mix_tokens_and_heads_that_do_not_divide_are_refused_by_name
     routed.net.config = SimpleNamespace(output_router_logits=True)
     with pytest.raises(ValueError, match="with output_router_logits=True: its loss has a term over the routing"):
         divide_context_(routed, SimpleNamespace(size=lambda: 2))
-    with pytest.raises(ValueError, match=r"share of the 4 heads. Use one of context_parallel=\[1, 2, 4\]"):
+    with pytest.raises(ValueError, match=r"it does not divide \w+=4. Use one of context_parallel=\[1, 2, 4\]"):
         divide_context_(Net("gpt"), SimpleNamespace(size=lambda: 3))
     with pytest.raises(ValueError, match="Sequential: it has no repeated blocks"):
         divide_context_(nn.Sequential(nn.Linear(2, 2)), SimpleNamespace(size=lambda: 2))

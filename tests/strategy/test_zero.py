@@ -14,11 +14,10 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.strategy.zero.stage_question import read_batch
-from lightning_fasttrain.strategy.zero.zero_fabric import FabricZeROStrategy
-from lightning_fasttrain.strategy.zero.zero_host import make_broadcastable_
+from lightning_fasttrain.strategy.zero.zero_engine import make_broadcastable_
+from lightning_fasttrain.strategy.zero.zero_host import read_batch
 from lightning_fasttrain.strategy.zero.zero_states import STAGES as KNOWN
-from lightning_fasttrain.strategy.zero.zero_strategy import ZeROStrategy
+from lightning_fasttrain.strategy.zero.zero_strategy import FabricZeROStrategy, ZeROStrategy
 from lightning_fasttrain.technique import check_together
 from tests.strategy.zero_launches import EQUAL, IN_FABRIC, WEIGHED, launched
 from tests.support.nets import trainer

@@ -13,8 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.strategy.fsdp2.fsdp2_fabric import FabricFSDP2Strategy
-from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
+from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FabricFSDP2Strategy, FSDP2Strategy
 from tests.strategy import tensor_scenarios as base
 from tests.support.nets import as_loader, largest_difference, weights
 

@@ -13,8 +13,7 @@ import torch
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.guards.finite_guard import refuse_unfinite
-from lightning_fasttrain.strategy.zero.zero_fabric import FabricZeROStrategy
-from lightning_fasttrain.strategy.zero.zero_strategy import ZeROStrategy
+from lightning_fasttrain.strategy.zero.zero_strategy import FabricZeROStrategy, ZeROStrategy
 from tests.strategy.zero_steps import Grouped, whole
 from tests.support.nets import as_loader, trainer
 

@@ -25,9 +25,8 @@ from torch.nn import functional
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
-from lightning_fasttrain.strategy.zero.zero_fabric import FabricZeROStrategy
 from lightning_fasttrain.strategy.zero.zero_states import predict_model_states
-from lightning_fasttrain.strategy.zero.zero_strategy import ZeROStrategy
+from lightning_fasttrain.strategy.zero.zero_strategy import FabricZeROStrategy, ZeROStrategy
 from tests.strategy import zero_guards, zero_steps
 from tests.strategy.zero_launches import DEPTH, EQUAL, IN_FABRIC, WEIGHED
 from tests.strategy.zero_steps import whole
@@ -256,7 +255,7 @@ def reshards(found, folder):
 
 def read_shards(path, stage):
     """Read weights and Adam state of a checkpoint from DeepSpeed's files, and join them manually."""
-    from lightning_fasttrain.strategy.zero.zero_files import ZeROFiles
+    from lightning_fasttrain.strategy.consolidate import ZeROFiles
 
     files = ZeROFiles.read(path / "checkpoint")
     saved = dict(files.masters())
@@ -329,7 +328,7 @@ def chooses(found, folder):
     stage_0 = predict_model_states(module, module.configure_optimizers(), world_size=RANKS, stages=("0",))[0]
     gib = [1.0, 0.99 * stage_0.device / 0.9 / 2**30][RANK]  # slightly less than stage 0 needs
     t = fit(module, ZeROStrategy(memory_gib=gib), batches=batches, max_epochs=1)
-    found["chosen"] = [t.strategy.question.stage, t.strategy.stage]
+    found["chosen"] = [t.strategy.options.stage, t.strategy.stage]
     found["too small"] = error_of(
         lambda: fit(Wide(), ZeROStrategy(memory_gib=[1.0, 1e-6][RANK or RANKS == 1]), batches=batches, max_epochs=1)
     )

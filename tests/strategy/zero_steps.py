@@ -9,8 +9,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, SequentialLR
 
 from lightning_fasttrain.optim.build_schedule import build_schedule
-from lightning_fasttrain.strategy.zero.zero_fabric import FabricZeROStrategy
-from lightning_fasttrain.strategy.zero.zero_strategy import ZeROStrategy
+from lightning_fasttrain.strategy.zero.zero_strategy import FabricZeROStrategy, ZeROStrategy
 from tests.support.nets import as_loader, trainer
 
 STAGES = (0, 1, 2, 3, "2+offload")

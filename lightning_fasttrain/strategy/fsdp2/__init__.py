@@ -2,6 +2,6 @@
 
 Checkpoints are written by all ranks and load on any number of ranks.
 
-From the bottom up: ``packed_weights``, ``shard_blocks``, ``sharded_optimizer``, ``sharded_checkpoint``,
-``broadcast_weights``, ``sharding``, ``fsdp2_fabric``, ``fsdp2_strategy``.
+From the bottom up: ``shard_blocks``, ``sharded_optimizer``, ``sharded_checkpoint``, ``broadcast_weights``,
+``sharding``, ``fsdp2_strategy``.
 """

@@ -12,14 +12,14 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from lightning_fasttrain.core.distributed import agree_on_all_ranks, from_rank_zero, rank_count, rank_here
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.state.values import without
-from lightning_fasttrain.strategy.fsdp2.packed_weights import is_opaque
+from lightning_fasttrain.strategy.fsdp2.shard_blocks import is_opaque
 from lightning_fasttrain.strategy.tensor_parallel.layouts import is_striped, take_shard
 
 # Name, shape, dtype and requires_grad of each tensor, and digests of the quantised layers.
 Description = tuple[list[tuple[str, tuple[int, ...], str, bool]], dict[str, list[float]]]
 
 
-def whole_on_rank_zero(model: nn.Module) -> dict[str, Tensor]:
+def tensors_on_rank_zero(model: nn.Module) -> dict[str, Tensor]:
     """Return the tensors that rank zero will send, by reference; call it on all ranks, before the model is sharded.
 
     A model that rank zero too has built on the meta device is initialized first, by ``reset_parameters``. Parameters
@@ -35,7 +35,7 @@ def whole_on_rank_zero(model: nn.Module) -> dict[str, Tensor]:
     Example:
         >>> with torch.device("meta"):
         ...     net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-        >>> sorted({str(tensor.device) for tensor in whole_on_rank_zero(net).values()})
+        >>> sorted({str(tensor.device) for tensor in tensors_on_rank_zero(net).values()})
         ['cpu']
     """
     if isinstance(model, FSDPModule):
@@ -56,7 +56,7 @@ def send_from_rank_zero_(
 
     Args:
         model: the model, sharded by :func:`~lightning_fasttrain.strategy.shard_blocks_` identically on all ranks.
-        whole: the result of :func:`whole_on_rank_zero`; it is emptied, which frees memory on the way.
+        whole: the result of :func:`tensors_on_rank_zero`; it is emptied, which frees memory on the way.
         device: device on which the ranks communicate.
         home: device of the shards; by default ``device``.
     """
@@ -86,7 +86,7 @@ def send_from_rank_zero_(
 
 
 def _agrees(tensor: Tensor) -> bool:
-    """Return whether a tensor is quantised and unsharded: :func:`whole_on_rank_zero` has checked that ranks agree."""
+    """Return whether a tensor is quantised and unsharded: :func:`tensors_on_rank_zero` has checked that ranks agree."""
     return isinstance(tensor, nn.Parameter) and not isinstance(tensor, DTensor) and is_opaque(tensor)
 
 

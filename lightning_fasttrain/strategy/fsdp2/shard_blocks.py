@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.torch_version import TorchVersion
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_fasttrain.core.checks import check_arguments, one_of
@@ -24,14 +25,9 @@ from lightning_fasttrain.core.messages import explain, list_some, note_once
 from lightning_fasttrain.core.modules.blocks import Blocks, find_blocks
 from lightning_fasttrain.core.modules.parameters import bytes_of, count_uses, parameters_of
 from lightning_fasttrain.core.modules.select import has_parameters, modules_inside
+from lightning_fasttrain.finetune.quantized.quantized_layer import in_8_bits, is_quantized, settle_4bit_
+from lightning_fasttrain.finetune.quantized.quantized_tensor import keep_quantized_
 from lightning_fasttrain.memory.predict_memory import PRECISIONS
-from lightning_fasttrain.strategy.fsdp2.packed_weights import (
-    is_opaque,
-    keep_packed_,
-    unwrap_packed_,
-    whole_parameters,
-)
-from lightning_fasttrain.strategy.shardable_optimizer import has_own_kernels
 from lightning_fasttrain.strategy.tensor_parallel.parallelize import shard_axis
 
 REDUCE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -158,7 +154,7 @@ def shard_blocks_(
     groups = own_groups(model, blocks)
     refuse_mixed(model, groups.values())
     policy = policy or MixedPrecisionPolicy(cast_forward_inputs=False)
-    whole = whole_parameters(model, policy)
+    whole = unsharded_parameters(model, policy)
     if whole:
         gib = bytes_of(whole) / GIB
         note_once(
@@ -286,6 +282,11 @@ def refuse_unfit_optimizer(optimizer: Optimizer) -> None:
         raise ValueError(explain(f"{type(optimizer).__name__} with sharded parameters", why, way_out))
 
 
+def has_own_kernels(optimizer: Optimizer) -> bool:
+    """Return whether bitsandbytes or DeepSpeed steps, whose kernels do not support DTensor, FSDP2's parameters."""
+    return any(base.__module__.partition(".")[0] in ("bitsandbytes", "deepspeed") for base in type(optimizer).__mro__)
+
+
 def reshard_(model: nn.Module) -> None:
     """Reshard the parameters that a forward without backward has left gathered."""
     for module in model.modules():
@@ -395,8 +396,8 @@ def shard_other_dtypes_(
         left = modules_inside(entirely)
         # Those inside of blocks first, which are gathered when the block starts.
         for part in (*blocks, model):
-            is_meant = partial(_trains_in, dtype, left)
-            _shard_each_(part, is_meant, {**options, "mp_policy": own})
+            is_wanted = partial(_trains_in, dtype, left)
+            _shard_each_(part, is_wanted, {**options, "mp_policy": own})
     return of_blocks
 
 
@@ -404,7 +405,7 @@ def _trains_in(dtype: torch.dtype, left: set[nn.Module], module: nn.Module) -> b
     return module not in left and _dtypes(module.parameters()) == {dtype}
 
 
-def _shard_each_(part: nn.Module, is_meant: Callable[[nn.Module], bool], options: dict[str, Any]) -> None:
+def _shard_each_(part: nn.Module, is_wanted: Callable[[nn.Module], bool], options: dict[str, Any]) -> None:
     """Shard modules of a part of the model separately, and gather them when it starts: fused layers use them directly.
 
     They are never resharded between forward and backward.
@@ -415,7 +416,7 @@ def _shard_each_(part: nn.Module, is_meant: Callable[[nn.Module], bool], options
         has_own = has_parameters(module, recurse=False)
         # One inside of another is sharded already.
         sharded = any(isinstance(inner, FSDPModule) for inner in module.modules())
-        if has_own and not sharded and module is not part and is_meant(module):
+        if has_own and not sharded and module is not part and is_wanted(module):
             chosen.append(fully_shard(module, reshard_after_forward=False, **options))
 
     def gather(*_: object) -> None:
@@ -465,3 +466,88 @@ def _usual_dtype(model: nn.Module) -> torch.dtype | None:
 def _dtypes(parameters: Iterable[nn.Parameter]) -> set[torch.dtype]:
     """Return the dtypes of those that train and are sharded: frozen ones have no gradient to reduce."""
     return {parameter.dtype for parameter in parameters if parameter.requires_grad and parameter.ndim > 0}
+
+
+def is_opaque(parameter: Tensor) -> bool:
+    """Return whether a parameter must not be cast: it is not floating-point, or is frozen and of its own class."""
+    if isinstance(parameter, DTensor):
+        return not parameter.is_floating_point()
+    own_class = type(parameter) is not nn.Parameter and not parameter.requires_grad
+    return own_class or not parameter.is_floating_point()
+
+
+def find_packed(model: nn.Module, policy: MixedPrecisionPolicy) -> dict[nn.Parameter, list[nn.Module]]:
+    """Map each 4-bit weight that can be sharded to the layers that use it."""
+    found: dict[nn.Parameter, list[nn.Module]] = {}
+    for layer in model.modules():
+        weight = layer._parameters.get("weight")
+        if weight is None or not is_quantized(layer) or in_8_bits(layer) or _would_be_cast(weight, policy):
+            continue
+        found.setdefault(weight, []).append(layer)
+    return found
+
+
+def _would_be_cast(weight: Tensor, policy: MixedPrecisionPolicy) -> bool:
+    """Return whether FSDP2 would cast the packed bytes of a weight as if they were values.
+
+    It casts weights that are stored in a floating-point dtype, and torch 2.11 casts all. A weight that is stored in
+    the policy's own dtype is never cast; ``quant_storage`` of bitsandbytes sets the storage dtype for that purpose.
+    """
+    if policy.param_dtype in (None, weight.dtype):
+        return False
+    return weight.is_floating_point() or TorchVersion(torch.__version__) < "2.12"
+
+
+def unsharded_parameters(model: nn.Module, policy: MixedPrecisionPolicy) -> set[nn.Parameter]:
+    """Return the quantised parameters that stay unsharded on every rank: all except shardable 4-bit weights."""
+    packed = find_packed(model, policy)
+    return {parameter for parameter in model.parameters() if is_opaque(parameter) and parameter not in packed}
+
+
+def unwrap_packed_(model: nn.Module, policy: MixedPrecisionPolicy) -> list[nn.Module]:
+    """Convert 4-bit weights to plain parameters, which ``fully_shard`` can shard; call it before.
+
+    Returns:
+        The layers of these weights, for :func:`keep_packed_`, which is to be called after sharding.
+    """
+    unwrapped = []
+    for weight, layers in find_packed(model, policy).items():
+        plain = nn.Parameter(weight.detach().as_subclass(Tensor), requires_grad=False)
+        for layer in layers:
+            keep_quantized_(layer)
+            layer._parameters["weight"] = plain
+            unwrapped.append(layer)
+    return unwrapped
+
+
+def keep_packed_(layers: list[nn.Module], groups: Iterable[nn.Module]) -> None:
+    """Attach the quantization constants to sharded weights when they are saved, loaded and used.
+
+    FSDP2 replaces parameters by its own. A gathered parameter is converted to bitsandbytes' class before its group's
+    forward, outside of compiled code, and again by the layer itself where blocks are recomputed. A shard needs its
+    constants for the keys of ``state_dict`` only.
+
+    Args:
+        layers: the result of :func:`unwrap_packed_`.
+        groups: the modules that were sharded separately, the root last.
+    """
+    for layer in layers:
+        settle_4bit_(layer)
+        # ``model.to`` drops attributes of the parameter.
+        layer.register_state_dict_pre_hook(settle_4bit_)
+    # From the inside out, the root last: a layer belongs to the first group that contains it.
+    left = dict.fromkeys(layers)
+    for group in groups:
+        own = [module for module in group.modules() if module in left]
+        for layer in own:
+            del left[layer]
+        if own:
+            group.register_forward_pre_hook(_settle(own))
+
+
+def _settle(layers: list[nn.Module]) -> Callable[..., None]:
+    def settle(*_: object) -> None:
+        for layer in layers:
+            settle_4bit_(layer)
+
+    return settle

@@ -258,7 +258,7 @@ def load_sharded_(
     """Load a checkpoint of :func:`save_sharded` on any number of ranks; a collective. Each rank reads its shards.
 
     Args:
-        folder: a complete checkpoint; the caller verifies it with
+        folder: a complete checkpoint, verified by the caller with
             :func:`~lightning_fasttrain.checkpoint.verify_checkpoint`.
         model: the model, sharded on any mesh, or unsharded.
         optimizers: the optimizers, by the names they were saved under. One that was not saved is not changed.

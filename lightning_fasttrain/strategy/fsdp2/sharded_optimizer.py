@@ -22,6 +22,8 @@ from lightning_fasttrain.optim.closure_optimizer import Groups, groups_over
 _PLAIN, _REPLICATED = "plain", "replicated"
 
 
+# Why not torch.distributed.checkpoint.state_dict? It initializes missing state by a step with gradients of zero, which
+# changes what a checkpoint from before the first step holds and runs a step of the user's optimizer.
 def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Return ``optimizer.state_dict()`` with parameter names instead of indices, and the optimizer's class.
 

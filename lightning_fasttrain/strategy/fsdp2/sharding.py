@@ -2,17 +2,20 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from lightning_fasttrain.checkpoint.background_save import BackgroundSave
 from lightning_fasttrain.checkpoint.newest_checkpoint import KEY, mark_of, step_in, whole_or_older
@@ -24,15 +27,16 @@ from lightning_fasttrain.core.host.late_parameters import refuse_earlier_shards
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.blocks import Blocks
 from lightning_fasttrain.core.modules.parameters import local_part
+from lightning_fasttrain.core.state.rng import random_state, set_random_state
 from lightning_fasttrain.strategy.fsdp2.broadcast_weights import (
     any_meta,
     leave_to_rank_zero,
     send_from_rank_zero_,
-    whole_on_rank_zero,
+    tensors_on_rank_zero,
 )
-from lightning_fasttrain.strategy.fsdp2.packed_weights import is_opaque
 from lightning_fasttrain.strategy.fsdp2.shard_blocks import (
     OFFLOADS,
+    is_opaque,
     precision_policy,
     replicate_scalars_,
     shard_blocks_,
@@ -44,11 +48,9 @@ from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import (
     load_sharded_,
     save_sharded,
 )
-from lightning_fasttrain.strategy.tensor_parallel.divided_tokens.context_parallel import divide_context_
-from lightning_fasttrain.strategy.tensor_parallel.divisors import common_divisors
+from lightning_fasttrain.strategy.tensor_parallel.context_parallel import divide_context_
 from lightning_fasttrain.strategy.tensor_parallel.parallelize import compute_locally_, parallelize_
-from lightning_fasttrain.strategy.tensor_parallel.plan import TensorPlan, plan_tensor_parallel
-from lightning_fasttrain.strategy.tensor_parallel.tensor_group import refuse_other_batches, share_random_state_
+from lightning_fasttrain.strategy.tensor_parallel.plan import TensorPlan, common_divisors, plan_tensor_parallel
 from lightning_fasttrain.technique import Capability
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -163,13 +165,13 @@ class Sharding:
             return []
         refuse_earlier_shards(model)
         # Collected now, since after sharding no rank has unsharded weights.
-        whole = whole_on_rank_zero(model)
-        names = self.cut_(model, mesh, precision, device)
+        whole = tensors_on_rank_zero(model)
+        names = self.shard_locally_(model, mesh, precision, device)
         send_from_rank_zero_(model, whole, device, torch.device("cpu") if self.offload else None)
         replicate_scalars_(model, device)  # those that were on the meta device are others now
         return names
 
-    def cut_(self, model: nn.Module, mesh: DeviceMesh, precision: object, device: torch.device) -> list[str]:
+    def shard_locally_(self, model: nn.Module, mesh: DeviceMesh, precision: object, device: torch.device) -> list[str]:
         """Shard ``model`` without communication: each rank keeps its part of its own values, if any."""
         policy = precision_policy(str(precision), self.reduce_dtype)
         # FSDP2 does not move quantised layers and their constants.
@@ -210,7 +212,10 @@ def _refuse_quantised(model: nn.Module, tensor_parallel: int) -> None:
 
 
 class FSDP2Host:
-    """Base of the Trainer's and Fabric's FSDP2 strategies, which inherit it before Lightning's own class."""
+    """Base of the Trainer's and Fabric's FSDP2 strategies, which inherit it before Lightning's own class.
+
+    For its arguments, see :class:`~lightning_fasttrain.FSDP2Strategy`.
+    """
 
     reads_remote: ClassVar[bool] = True  # addresses, for which it copies a checkpoint once to each node
     capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.GATHERS_PARAMETERS})
@@ -228,6 +233,36 @@ class FSDP2Host:
         "tensor_parallel_size": "tensor_parallel=",
     }
 
+    def __init__(
+        self,
+        reshard_after_forward: bool | int = True,
+        *,
+        offload: str | None = None,
+        replicas: int = 1,
+        blocks: Blocks | None = None,
+        reduce_dtype: str | None = None,
+        float32_residual: bool = False,
+        tensor_parallel: int = 1,
+        tensor_plan: TensorPlan | None = None,
+        sequence_parallel: bool = False,
+        context_parallel: int = 1,
+        broadcast_buffers: bool = True,
+        reduce_once: bool = True,
+        async_checkpoints: bool = False,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+    ) -> None:
+        of_lightning: dict[str, Any] = {"process_group_backend": process_group_backend, "timeout": timeout}
+        super().__init__(**of_lightning)
+        options = (reshard_after_forward, offload, replicas, blocks, reduce_dtype, float32_residual)
+        self.sharding = Sharding(*options, tensor_parallel, tensor_plan, sequence_parallel, context_parallel)
+        self.broadcast_buffers, self.reduce_once = broadcast_buffers, reduce_once
+        self.async_checkpoints = async_checkpoints
+        self.sharded_blocks: list[str] = []
+        self._steps = ExitStack()  # removes what ``setup`` puts around the methods of a LightningModule
+        self._saving: dist.ProcessGroup | None = None
+        self._background: BackgroundSave | None = None
+
     def does(self, capability: Capability) -> bool:
         """Whether it has this capability, as techniques ask for in their conflicts."""
         return capability in self.capabilities
@@ -235,7 +270,7 @@ class FSDP2Host:
     def shard_predicted_(self, model: nn.Module, world: int, precision: str, step: str) -> None:
         """Shard ``model`` for :func:`~lightning_fasttrain.predict_memory`, as one of ``world`` ranks."""
         device, sharding = torch.device("cpu"), self.sharding_on_device
-        sharding.cut_(model, sharding.mesh(device, world), precision, device)
+        sharding.shard_locally_(model, sharding.mesh(device, world), precision, device)
         register_fsdp_forward_method(model, step)
 
     @property
@@ -250,15 +285,7 @@ class FSDP2Host:
 
     def without_reduction(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return the context of all micro-batches but the last, in which gradients are summed unsharded."""
-        return without_gradient_reduction(model) if getattr(self, "reduce_once", True) else nullcontext()
-
-    def _set_options(self, sharding: Sharding, broadcast_buffers: bool, async_checkpoints: bool) -> None:
-        self.sharding = sharding
-        self.broadcast_buffers = broadcast_buffers
-        self.async_checkpoints = async_checkpoints
-        self.sharded_blocks: list[str] = []
-        self._saving: dist.ProcessGroup | None = None
-        self._background: BackgroundSave | None = None
+        return without_gradient_reduction(model) if self.reduce_once else nullcontext()
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -295,6 +322,7 @@ class FSDP2Host:
         optimizers: Mapping[str, Mapping[str, object]],
         rest: dict[str, Any],
     ) -> None:
+        # Not Lightning's own saving, which writes into the final folder: a run that is killed would leave half of it.
         # Rank zero's path for all: one with a time in it may differ.
         path = self.broadcast(path)
         path = str(path) if is_object_storage(path) else local_path(path)
@@ -316,23 +344,14 @@ class FSDP2Host:
         names: NamesToLoad | None = None,
     ) -> dict[str, Any]:
         self.wait()  # the checkpoint to load may still be in flight
-        if is_object_storage(path):
-            with fetched_on_each_node(str(path)) as copied:
-                return self._load_local(copied, model, optimizers, strict, names)
-        # One rank alone reads the files for their checksums, so that a shared disk is read once.
-        found = from_rank_zero(lambda: whole_or_older(path, substitute=substitute))
-        return self._load_local(found, model, optimizers, strict, names)
-
-    def _load_local(
-        self,
-        found: Path,
-        model: nn.Module,
-        optimizers: Mapping[str, Optimizer],
-        strict: bool,
-        names: NamesToLoad | None,
-    ) -> dict[str, Any]:
-        load = load_sharded_ if found.is_dir() else load_full_
-        rest = load(found, model, optimizers, strict=strict, names=names)
+        with ExitStack() as undo:
+            if is_object_storage(path):
+                found = undo.enter_context(fetched_on_each_node(str(path)))
+            else:
+                # One rank alone reads the files for their checksums, so that a shared disk is read once.
+                found = from_rank_zero(lambda: whole_or_older(path, substitute=substitute))
+            load = load_sharded_ if found.is_dir() else load_full_
+            rest = load(found, model, optimizers, strict=strict, names=names)
         mark_of(self).continue_from(rest.pop(KEY, None))
         return rest
 
@@ -353,3 +372,44 @@ def scale_gradients_(parameters: Iterable[Tensor], factor: Tensor) -> None:
             by_device[mine.device].append(mine)
     for device, gradients in by_device.items():
         torch._foreach_mul_(gradients, factor.to(device))
+
+
+def share_random_state_(group: dist.ProcessGroup) -> None:
+    """Give all ranks of a group the random state of its first rank, so that they drop the same activations.
+
+    Args:
+        group: a tensor group.
+    """
+    if group.size() == 1:
+        return
+    states = [random_state()]
+    dist.broadcast_object_list(states, group=group, group_src=0)
+    set_random_state(states[0])
+
+
+def refuse_other_batches(batch: object, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Refuse batches that differ in a tensor group; a collective.
+
+    Args:
+        batch: this rank's batch, of any structure; only its tensors are compared, by number, size and sum.
+        group: a tensor group.
+        device: the device on which the group communicates.
+
+    Raises:
+        ValueError: on all ranks of the group, its ranks have different batches.
+    """
+    if group.size() == 1:
+        return
+    tensors = [leaf.detach() for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    mine = torch.zeros(2, dtype=torch.float64, device=device)
+    for place, tensor in enumerate(tensors, start=1):
+        mine[0] += place * tensor.numel()
+        # NaN in both batches is no difference.
+        mine[1] += tensor.double().sum().nan_to_num()
+    largest, smallest = mine.clone(), mine.clone()
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(smallest, dist.ReduceOp.MIN, group=group)
+    if not torch.equal(largest, smallest):
+        why = "the ranks of a group compute parts of the layers or of the tokens for the same batch"
+        way_out = "Let the Trainer or Fabric set the sampler, or use strategy.distributed_sampler_kwargs for your own"
+        raise ValueError(explain("the ranks of a tensor or context group have different batches", why, way_out))

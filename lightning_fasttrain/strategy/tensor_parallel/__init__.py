@@ -2,6 +2,6 @@
 
 Each rank has its part of the layers in a tensor group, and its share of the tokens of sequences in a context group.
 
-From the bottom up: ``layouts``, ``styles``, ``vocabulary``, ``split_dropout``, ``divisors``,
-``attention_and_mlp``, ``plan``, ``divided_tokens``, ``parallelize``, ``tensor_group``.
+From the bottom up: ``layouts``, ``styles``, ``plan``, ``sequence_parallel``, ``parallelize``,
+``context_parallel``.
 """

@@ -1,7 +1,7 @@
 """Layouts of parameters over the ranks of a tensor group, and the plain tensors that these ranks compute with."""
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -39,10 +39,8 @@ class Layout:
         """Return the parameter as a DTensor over the group, from the values of this rank, without communication."""
         rank, size = mesh.get_local_rank(), mesh.size()
         values = full.detach()
-        local = _take(values, split_intervals(values.shape, self.placement, rank, size)).contiguous()
-        known: dict[str, Any] = {"run_check": False, "shape": full.shape, "stride": values.contiguous().stride()}
-        whole = DTensor.from_local(local, mesh, [self.placement], **known)
-        return nn.Parameter(whole, requires_grad=full.requires_grad)
+        held = split_intervals(values.shape, self.placement, rank, size)
+        return nn.Parameter(_distribute(values, held, mesh, [self.placement]), requires_grad=full.requires_grad)
 
     def local(self, parameter: DTensor, mesh: DeviceMesh) -> Tensor:
         """Return the plain tensor that this rank computes with; its gradient reaches ``parameter``."""
@@ -105,9 +103,13 @@ def ranges_of(tensor: DTensor) -> list[list[Interval]]:
 
 def take_shard(full: Tensor, like: DTensor) -> DTensor:
     """Return this rank's shard of an unsharded tensor that all ranks have, in the layout of ``like``."""
-    local = _take(full, ranges_of(like)).contiguous()
-    known: dict[str, Any] = {"run_check": False, "shape": like.shape, "stride": like.stride()}
-    return DTensor.from_local(local, like.device_mesh, like.placements, **known)
+    return _distribute(full, ranges_of(like), like.device_mesh, like.placements)
+
+
+def _distribute(full: Tensor, held: list[list[Interval]], mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    # In torch 2.13 distribute_tensor does the same, also for several ranges of an axis; with torch 2.11 it is untested.
+    known: dict[str, Any] = {"run_check": False, "shape": full.shape, "stride": full.contiguous().stride()}
+    return DTensor.from_local(_take(full, held).contiguous(), mesh, placements, **known)
 
 
 def shard_like(full: Tensor, like: object) -> Any:
@@ -137,8 +139,9 @@ def in_chunks(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return chunked
 
 
-# The fused projections of transformers' GPT-2 need it: without it their chunks overlap, as
-# test_conv1d_of_gpt2_and_positions_of_deberta_train_as_in_one_process shows.
+# Why not save the DTensor itself? It offers its shard as one chunk at one offset, but a rank's share of queries, keys
+# and values is three ranges, so that the chunks of ranks overlap, as in the fused projections of transformers' GPT-2:
+# test_conv1d_of_gpt2_and_positions_of_deberta_train_as_in_one_process.
 class StripedShard(Tensor):
     """A rank's striped shard for ``torch.distributed.checkpoint``, which stores it as one chunk per range.
 

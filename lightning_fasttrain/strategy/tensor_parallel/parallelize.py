@@ -1,8 +1,9 @@
 """Application of a tensor-parallel plan to a model, before its parameters are sharded over the data ranks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -12,14 +13,23 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.select import modules_inside
 from lightning_fasttrain.core.modules.wrapped_forward import has_dropout
-from lightning_fasttrain.strategy.tensor_parallel.attention_and_mlp import is_attention
-from lightning_fasttrain.strategy.tensor_parallel.divided_tokens.sequence import SequenceParallel
-from lightning_fasttrain.strategy.tensor_parallel.divisors import HEADS, KEY_VALUE_HEADS, common_divisors
 from lightning_fasttrain.strategy.tensor_parallel.layouts import REPLICATED, SUMMED, Layout
-from lightning_fasttrain.strategy.tensor_parallel.plan import blocks_or_model
-from lightning_fasttrain.strategy.tensor_parallel.split_dropout import SplitRandomness
-from lightning_fasttrain.strategy.tensor_parallel.styles import ColumnParallel, Layouts, LocalStyle, RowParallel
-from lightning_fasttrain.strategy.tensor_parallel.vocabulary import VocabularyEmbedding, VocabularyHead
+from lightning_fasttrain.strategy.tensor_parallel.plan import (
+    HEADS,
+    KEY_VALUE_HEADS,
+    blocks_or_model,
+    common_divisors,
+    is_attention,
+)
+from lightning_fasttrain.strategy.tensor_parallel.sequence_parallel import divide_tokens_, plan_on_shares
+from lightning_fasttrain.strategy.tensor_parallel.styles import (
+    ColumnParallel,
+    Layouts,
+    LocalStyle,
+    RowParallel,
+    VocabularyEmbedding,
+    VocabularyHead,
+)
 
 Places = dict[nn.Parameter, list[tuple[nn.Module, str]]]
 # Widths of all heads together, in attention modules.
@@ -48,27 +58,26 @@ def parallelize_(
         whose vocabulary is split, compute with DTensors, and are left out.
     """
     layouts: Layouts = {}
-    sequence = None
+    on_shares: dict[str, nn.Module] = {}
     if sequence_parallel:
-        sequence = SequenceParallel(model, blocks_or_model(model), plan)
-        plan = sequence.plan
+        on_shares = blocks_or_model(model)
+        plan = plan_on_shares(model, on_shares, plan)
     places = _places(model)
     planned = list(map(model.get_submodule, plan))
     kinds = (VocabularyHead, VocabularyEmbedding)
     of_vocabulary = [model.get_submodule(name) for name, style in plan.items() if isinstance(style, kinds)]
     for name, layer in zip(plan, planned, strict=True):
         _refuse_tied(name, layer, places, of_vocabulary if layer in of_vocabulary else [layer])
+    if sequence_parallel:
+        divide_tokens_(model, on_shares, mesh.get_group())
     _compute_on_a_part_(model, planned, mesh.size())
     for layer, style in zip(planned, plan.values(), strict=True):
         if isinstance(style, LocalStyle):
             layouts.update(style.layouts(layer))
         parallelize_module(layer, mesh, style)
-    blocks: list[nn.Module] = []
-    if sequence is not None:
-        sequence.divide_(mesh.get_group())
-        blocks = sequence.blocks
+    blocks = list(on_shares.values())
     if has_dropout(model):
-        _drop_differently_(planned, plan, sequence, mesh)
+        _drop_differently_(planned, plan, blocks, mesh)
     layouts.update(_replicate_others_(places, mesh, blocks))
     return layouts
 
@@ -97,12 +106,12 @@ def _replicate_others_(places: Places, mesh: DeviceMesh, on_shares: list[nn.Modu
 
 
 def _drop_differently_(
-    planned: list[nn.Module], plan: dict[str, ParallelStyle], sequence: SequenceParallel | None, mesh: DeviceMesh
+    planned: list[nn.Module], plan: dict[str, ParallelStyle], on_shares: list[nn.Module], mesh: DeviceMesh
 ) -> None:
     """Have dropout on the shares of single ranks draw other masks on each rank."""
     randomness = SplitRandomness(mesh.get_local_rank())
-    if sequence is not None:
-        randomness.inside_(sequence.blocks)
+    if on_shares:
+        randomness.inside_(on_shares)
         return
     of_kind: dict[type, list[nn.Module]] = {ColumnParallel: [], RowParallel: []}
     for layer, style in zip(planned, plan.values(), strict=True):
@@ -178,22 +187,18 @@ def compute_locally_(model: nn.Module, layouts: Layouts, mesh: DeviceMesh) -> No
     for module in model.modules():
         if not isinstance(module, FSDPModule):
             continue
-        gathered = []
-        for parameter in _sharded_parameters(module):
-            replaced = _Gathered(parameter, layouts, mesh)
-            if replaced.places:
-                gathered.append(replaced)
+        setters = [replace_gathered_(parameter, layouts, mesh) for parameter in _sharded_parameters(module)]
         # After FSDP2's own hook. Autograd runs what was created last first, and FSDP2 reduces the gradients of the
         # group in a node that its hook creates: they must have arrived by then.
-        module.register_forward_pre_hook(_set_local(gathered))
+        module.register_forward_pre_hook(_call_each(setters))
 
 
-def _set_local(gathered: list["_Gathered"]) -> Callable[..., None]:
-    def set_local(*_: object) -> None:
-        for parameter in gathered:
-            parameter.set_local()
+def _call_each(functions: list[Callable[[], None]]) -> Callable[..., None]:
+    def call(*_: object) -> None:
+        for function in functions:
+            function()
 
-    return set_local
+    return call
 
 
 def _sharded_parameters(module: FSDPModule) -> list[Any]:
@@ -204,31 +209,105 @@ def _sharded_parameters(module: FSDPModule) -> list[Any]:
     return [parameter for group in groups for parameter in group.fsdp_params]
 
 
-class _Gathered:
-    """A parameter of FSDP2's that is replaced by the plain tensor that this rank computes with while it is gathered.
+def replace_gathered_(parameter: Any, layouts: Layouts, mesh: DeviceMesh) -> Callable[[], None]:
+    """Replace a parameter of FSDP2's by the plain tensor that this rank computes with, while it is gathered.
 
     Where it is tied to a layer that computes with DTensors, as a head is, that one keeps the DTensor.
+
+    Returns:
+        A function that replaces it now. FSDP2 calls it too when it gathers, since blocks are recomputed after FSDP2 has
+        gathered them for the backward.
+    """
+    info = parameter._module_info
+    owners, names = (info.module, *info.shared_modules), (info.param_name, *info.shared_param_names)
+    places: dict[Layout, list[tuple[nn.Module, str]]] = {}
+    for place in zip(owners, names, strict=True):
+        if place in layouts:
+            places.setdefault(layouts[place], []).append(place)
+    set_on_modules = parameter._setattr_on_modules
+
+    def set_local() -> None:
+        for layout, held_at in places.items():
+            local: Any = layout.local(parameter._unsharded_param, mesh)
+            for owner, name in held_at:
+                owner._parameters[name] = local  # not an nn.Parameter, so that its gradient reaches FSDP2's
+
+    def set_value(value: Tensor) -> None:
+        set_on_modules(value)
+        if value is getattr(parameter, "_unsharded_param", None):
+            set_local()
+
+    parameter._setattr_on_modules = set_value
+    return set_local
+
+
+# Why not torch's own tracker (torch.distributed.tensor.random)? It acts on operations on DTensors of a GPU, and split
+# layers compute with plain tensors, on a CPU too.
+class SplitRandomness:
+    """Switches the random generator between the state that a group shares and one of this rank.
+
+    Activations that all ranks have must be dropped by the same mask, and those of single ranks by different ones. The
+    state of a rank is seeded by a number that the shared one draws, so that a forward that is recomputed from the
+    same shared state has the same masks, and that the shared state is all that a checkpoint must contain.
+
+    Args:
+        rank: in the tensor group.
+
+    Source:
+        The two streams of Megatron-LM's ``CudaRNGStatesTracker``; here the second is derived from the first.
     """
 
-    def __init__(self, parameter: object, layouts: Layouts, mesh: DeviceMesh) -> None:
-        info = parameter._module_info
-        self._parameter, self._mesh = parameter, mesh
-        owners, names = (info.module, *info.shared_modules), (info.param_name, *info.shared_param_names)
-        self.places: dict[Layout, list[tuple[nn.Module, str]]] = {}
-        for place in zip(owners, names, strict=True):
-            if place in layouts:
-                self.places.setdefault(layouts[place], []).append(place)
-        self._set_on_modules = parameter._setattr_on_modules
-        parameter._setattr_on_modules = self._set
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._shared: tuple[torch.Generator, Tensor, int] | None = None
 
-    def _set(self, value: Tensor) -> None:
-        self._set_on_modules(value)
-        # Here too, since blocks are recomputed after FSDP2 has gathered them for the backward.
-        if value is getattr(self._parameter, "_unsharded_param", None):
-            self.set_local()
+    def enter(self, device: torch.device) -> None:
+        """Draw from this rank's own state from now on; compiled code draws from the shared one."""
+        if torch.compiler.is_compiling():
+            return
+        self.leave()
+        seed = int(torch.randint(2**62, (), device="cpu")) + self.rank
+        generator = _generator_of(device)
+        self._shared = generator, generator.get_state(), seed
+        generator.manual_seed(seed)
 
-    def set_local(self) -> None:
-        for layout, places in self.places.items():
-            local: Any = layout.local(self._parameter._unsharded_param, self._mesh)
-            for owner, name in places:
-                owner._parameters[name] = local  # not an nn.Parameter, so that its gradient reaches FSDP2's
+    def leave(self) -> None:
+        """Draw from the shared state again."""
+        if torch.compiler.is_compiling() or self._shared is None:
+            return
+        generator, state, seed = self._shared
+        self._shared = None
+        # An error, or a recomputation that ends early, may have left the rank's state by itself.
+        if generator.initial_seed() == seed:
+            generator.set_state(state)
+
+    def between_(self, columns: list[nn.Module], rows: list[nn.Module]) -> None:
+        """Draw from this rank's state between column- and row-parallel layers, and from the shared one inside them."""
+        for layer in (*columns, *rows):
+            layer.register_forward_pre_hook(lambda *_: self.leave())
+        for layer in columns:
+            layer.register_forward_hook(lambda layer, _, output: self._enter_if_training(layer, output))
+
+    def inside_(self, blocks: list[nn.Module]) -> None:
+        """Draw from this rank's state inside blocks."""
+
+        def enter(block: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+            self._enter_if_training(block, *args, *kwargs.values())
+
+        for block in blocks:
+            block.register_forward_pre_hook(enter, with_kwargs=True)
+            block.register_forward_hook(lambda *_: self.leave())
+
+    def _enter_if_training(self, module: nn.Module, *values: object) -> None:
+        device = next((value.device for value in values if isinstance(value, Tensor)), None)
+        if module.training and device is not None:
+            self.enter(device)
+
+
+def _generator_of(device: torch.device) -> torch.Generator:
+    if device.type == "cuda":
+        index = device.index
+        if index is None:
+            index = torch.cuda.current_device()
+        return torch.cuda.default_generators[index]
+    return torch.default_generator

@@ -1,6 +1,7 @@
 """Parallel styles of layers in a tensor group that computes with plain tensors: column- and row-parallel layers."""
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -8,18 +9,27 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.heads import SplitHead
 from lightning_fasttrain.core.modules.select import CONV1D, has_parameters, is_a
-from lightning_fasttrain.strategy.tensor_parallel.layouts import SUMMED, Layout, shard_of
+from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward
+from lightning_fasttrain.strategy.tensor_parallel.layouts import REPLICATED, SUMMED, Layout, shard_of, split_intervals
 
 _LINEAR = ("torch.nn.Linear", CONV1D)
 Layouts = dict[tuple[nn.Module, str], Layout]
+Communication = Callable[[Tensor, dist.ProcessGroup], Tensor]
+ROWS = Layout(Shard(0))
 
 
+# Why not torch's ColwiseParallel and RowwiseParallel, which a user's plan may still name? They take an nn.Linear or an
+# nn.Embedding: not GPT-2's Conv1D, not three projections fused in one matrix, not the two matrices of an adapter. And
+# they compute with DTensors, whose dispatch takes several times as long on the host as these hooks. As in transformers'
+# own styles, a parameter is stored as a DTensor and computed with as a plain tensor. Everything else is torch's:
+# parallelize_module(), placements and collectives.
 class LocalStyle(ParallelStyle):
     """Base of styles whose layers take and return plain tensors."""
 
@@ -57,7 +67,7 @@ class ColumnParallel(LocalStyle):
     def __init__(self, parts: int = 1) -> None:
         super().__init__()
         self.parts = parts
-        self.enter: Any = _Copy  # None where the inputs are gathered before
+        self.enter: Communication | None = copy_to_group  # None where the inputs are gathered before
 
     def layouts(self, module: nn.Module) -> Layouts:
         base, down, up = layers_of(module)
@@ -76,14 +86,12 @@ class ColumnParallel(LocalStyle):
         return found
 
     def communicate(self, module: nn.Module, group: dist.ProcessGroup) -> None:
-        def copy(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            return (_copy_once(args[0], group, self.enter), *args[1:])
-
         base: Any = module._modules.get("base_layer") or module
         if is_a(base, CONV1D):
             base.nf //= group.size()  # by which it shapes its outputs
-        if self.enter is not None:
-            module.register_forward_pre_hook(copy)
+        enter = self.enter
+        if enter is not None:
+            module.register_forward_pre_hook(lambda _, args: (copy_once(args[0], group, enter), *args[1:]))
 
 
 class RowParallel(LocalStyle):
@@ -97,7 +105,7 @@ class RowParallel(LocalStyle):
 
     def __init__(self) -> None:
         super().__init__()
-        self.leave: Any = _Sum
+        self.leave: Communication = sum_over
 
     def layouts(self, module: nn.Module) -> Layouts:
         base, down, up = layers_of(module)
@@ -112,8 +120,8 @@ class RowParallel(LocalStyle):
         return found
 
     def communicate(self, module: nn.Module, group: dist.ProcessGroup) -> None:
-        def add(_: nn.Module, args: object, output: Tensor) -> Any:
-            return self.leave.apply(output, group)
+        def add(_: nn.Module, args: object, output: Tensor) -> Tensor:
+            return self.leave(output, group)
 
         module.register_forward_hook(add)
 
@@ -180,24 +188,107 @@ def _adapters_in(layer: nn.Module, name: str) -> list[nn.Module]:
     return list(held_by.children())
 
 
+class VocabularyHead(ParallelStyle):
+    """Each rank has its share of the rows of a head.
+
+    The fused loss of :class:`~lightning_fasttrain.FusedLossHead` uses them as they are; elsewhere, the logits of all
+    ranks are gathered.
+    """
+
+    known_as: ClassVar[str] = "vocabulary"
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, nn.Linear)
+        weight: Any = module.weight
+        module.weight = ROWS.distribute(weight, device_mesh)
+        if module.bias is not None:
+            module.bias = REPLICATED.distribute(module.bias, device_mesh)
+        SplitHead(module).install_below()
+        return module
+
+
+# Why not torch's RowwiseParallel? It takes every id outside of its rows for one of another rank, so that an id outside
+# of the vocabulary gives zeros instead of an error.
+class VocabularyEmbedding(LocalStyle):
+    """Each rank has its share of the rows of an embedding, and looks up its own token ids; the outputs are summed."""
+
+    known_as = "vocabulary"
+
+    def layouts(self, module: nn.Module) -> Layouts:
+        return {(module, "weight"): ROWS}
+
+    def communicate(self, module: nn.Module, group: dist.ProcessGroup) -> None:
+        assert isinstance(module, nn.Embedding)
+        SplitEmbedding(module, group).install()
+
+
+class SplitEmbedding(WrappedForward):
+    """Looks up the token ids of one rank's rows, and sums the outputs of all ranks.
+
+    Args:
+        module: the embedding, whose weight has this rank's rows during a forward.
+        group: the ranks that share it.
+    """
+
+    def __init__(self, module: nn.Embedding, group: dist.ProcessGroup) -> None:
+        super().__init__(module)
+        ((self.start, self.end),) = split_intervals(module.weight.shape, Shard(0), group.rank(), group.size())[0]
+        self.group, self.classes = group, module.num_embeddings
+        if module.padding_idx is not None:
+            padding = module.padding_idx - self.start
+            module.padding_idx = padding if 0 <= padding < self.end - self.start else None
+
+    def __call__(self, input: Tensor) -> Any:
+        ids = input
+        mine = (ids >= self.start) & (ids < self.end)
+        # An id outside of the vocabulary stays so, for the lookup to refuse it.
+        of_others = torch.where((ids >= 0) & (ids < self.classes), 0, ids)
+        found = self.inner(torch.where(mine, ids - self.start, of_others))
+        return sum_over(found.masked_fill(~mine.unsqueeze(-1), 0.0), self.group)
+
+
+def vocabulary_style(name: str, layer: nn.Module) -> ParallelStyle:
+    """Return the style by which a layer's vocabulary is split.
+
+    Raises:
+        ValueError: it is neither a linear layer nor an embedding that gives the same from a part of its rows.
+    """
+    if type(layer) is nn.Linear:
+        return VocabularyHead()
+    if can_look_up(layer):
+        return VocabularyEmbedding()
+    why = "expected a torch.nn.Linear, or an embedding without max_norm, sparse and scale_grad_by_freq"
+    raise ValueError(
+        explain(f"tensor_plan has 'vocabulary' for '{name}' ({type(layer).__name__})", why, "Leave it out")
+    )
+
+
+def can_look_up(module: nn.Module) -> bool:
+    """Return whether an embedding gives the same outputs and gradients from a part of its rows."""
+    if not isinstance(module, nn.Embedding):
+        return False
+    return module.max_norm is None and not module.sparse and not module.scale_grad_by_freq
+
+
 # Inputs of column-parallel layers → their copies, for layers that share an input, as queries, keys and values do: its
 # gradient is then summed over the group once. Both are weak, since a copy is a view of its input.
 _copies: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def _copy_once(x: Tensor, group: dist.ProcessGroup, enter: object) -> Any:
+def copy_once(x: Tensor, group: dist.ProcessGroup, enter: Communication) -> Any:
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return enter.apply(x, group)
+        return enter(x, group)
     known = _copies.get(x)
     copied = known() if known is not None else None
     if copied is None:
-        copied = enter.apply(x, group)
+        copied = enter(x, group)
         _copies[x] = TensorWeakRef(copied)
     return copied
 
 
+# torch has autograd for gathering and for scattering sums, but not for these two, which are each other's backward.
 class _Copy(torch.autograd.Function):
-    """Pass the inputs of a column-parallel layer on; sum their gradients over the group."""
+    """Pass the inputs of a column-parallel layer to it; sum their gradients over the group."""
 
     @staticmethod
     def forward(ctx: object, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -210,7 +301,7 @@ class _Copy(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """Sum the outputs of a row-parallel layer over the group; pass their gradients on."""
+    """Sum the outputs of a row-parallel layer over the group; each rank has the gradient of the sum."""
 
     @staticmethod
     def forward(ctx: object, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -221,45 +312,30 @@ class _Sum(torch.autograd.Function):
         return grads[0], None
 
 
-class Gather(torch.autograd.Function):
-    """Gather the tokens of all ranks, (B, T / ranks, D) → (B, T, D); sum their gradients, and take this rank's."""
-
-    @staticmethod
-    def forward(ctx: object, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return gather_tokens(x, group)
-
-    @staticmethod
-    def backward(ctx: object, *grads: Tensor) -> tuple[Tensor, None]:
-        return _sum_and_scatter(grads[0], ctx.group), None
+def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return collectives.wait_tensor(collectives.all_reduce(x.contiguous(), "sum", group))
 
 
-class ScatterSum(torch.autograd.Function):
-    """Sum the outputs of a row-parallel layer, and take this rank's tokens; gather their gradients."""
-
-    @staticmethod
-    def forward(ctx: object, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _sum_and_scatter(x, group)
-
-    @staticmethod
-    def backward(ctx: object, *grads: Tensor) -> tuple[Tensor, None]:
-        return gather_tokens(grads[0], ctx.group), None
-
-
-def gather_tokens(x: Tensor, group: dist.ProcessGroup, axis: int = 1) -> Tensor:
-    """Return the tokens of all ranks of a group, (B, T / ranks, D) → (B, T, D), or along another axis."""
-    return collectives.wait_tensor(collectives.all_gather_tensor(x.contiguous(), axis, group))
-
-
-def _sum_and_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return collectives.wait_tensor(collectives.reduce_scatter_tensor(x.contiguous(), "sum", 1, group))
+def copy_to_group(x: Tensor, group: dist.ProcessGroup) -> Any:
+    """Return a tensor that all ranks of a group have, whose gradient is summed over the group."""
+    return _Copy.apply(x, group)
 
 
 def sum_over(x: Tensor, group: dist.ProcessGroup) -> Any:
-    """Return the sum of a tensor over a group, to each of whose ranks the gradient of the sum is passed on."""
+    """Return the sum of a tensor over a group, to each of whose ranks the gradient of the sum is passed."""
     return _Sum.apply(x, group)
 
 
-def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return collectives.wait_tensor(collectives.all_reduce(x.contiguous(), "sum", group))
+def join_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Gather the tokens of all ranks, (B, T / ranks, D) → (B, T, D); sum their gradients, and take this rank's."""
+    return collectives.all_gather_tensor_autograd(x.contiguous(), 1, group)
+
+
+def scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Sum the outputs of a row-parallel layer, and take this rank's tokens; gather their gradients."""
+    return collectives.wait_tensor(collectives.reduce_scatter_tensor_autograd(x.contiguous(), "sum", 1, group))
+
+
+def gather_tokens(x: Tensor, group: dist.ProcessGroup, axis: int = 1) -> Tensor:
+    """Return the tokens of all ranks of a group, (B, T / ranks, D) → (B, T, D), without a gradient."""
+    return collectives.wait_tensor(collectives.all_gather_tensor(x.contiguous(), axis, group))

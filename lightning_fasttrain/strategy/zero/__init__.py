@@ -2,6 +2,5 @@
 
 They also fix errors of Lightning's and DeepSpeed's own integration.
 
-From the bottom up: ``zero_states``, ``stage_question``, ``zero_engine``, ``zero_host``,
-``zero_files``, ``zero_checkpoint``, ``zero_fabric``, ``zero_strategy``.
+From the bottom up: ``zero_states``, ``zero_engine``, ``zero_host``, ``zero_checkpoint``, ``zero_strategy``.
 """

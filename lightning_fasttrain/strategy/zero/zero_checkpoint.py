@@ -23,8 +23,8 @@ from lightning_fasttrain.core.files import is_object_storage, local_path, refuse
 from lightning_fasttrain.core.messages import explain, warn
 from lightning_fasttrain.core.modules.wrapped_forward import patched
 from lightning_fasttrain.core.state.values import without
+from lightning_fasttrain.strategy.consolidate import read_inert
 from lightning_fasttrain.strategy.zero.zero_engine import Engine
-from lightning_fasttrain.strategy.zero.zero_files import read_inert
 from lightning_fasttrain.strategy.zero.zero_host import ZeROHost
 
 TAG = "checkpoint"  # Lightning's name for DeepSpeed's folder inside the folder
@@ -40,7 +40,7 @@ KNOWN_CLASSES = frozenset(
 )
 
 
-def save_whole(
+def save_atomically(
     host: ZeROHost, path: str | Path, step: int | None, save: Callable[[Path], None], plain: Mapping[str, object]
 ) -> None:
     """Save a checkpoint from all ranks into a temporary folder, which is renamed to ``path`` when complete.
@@ -102,7 +102,7 @@ def folder_to_load(host: ZeROHost, path: str | Path, *, optimizer_too: bool) -> 
         from_one: Callable[[Callable[[], Any]], Any] = from_rank_zero
         if is_object_storage(path):
             path, from_one = undo.enter_context(fetched_on_each_node(str(path))), from_first_of_node
-        folder, convert = from_one(lambda: _look(local_path(path), host, optimizer_too))
+        folder, convert = from_one(lambda: _inspect(local_path(path), host, optimizer_too))
         if not convert:
             yield folder
             return
@@ -169,7 +169,7 @@ def _separate_steps(engine: Engine) -> None:
             state["step"] = state["step"].clone()
 
 
-def _look(path: Path, host: ZeROHost, optimizer_too: bool) -> tuple[Path, bool]:
+def _inspect(path: Path, host: ZeROHost, optimizer_too: bool) -> tuple[Path, bool]:
     """Return the folder to load, and whether it must be converted to this number of processes."""
     manifest: dict[str, Any] = {}
     stage, ranks = host.stage, host.world_size

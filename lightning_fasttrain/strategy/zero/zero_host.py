@@ -1,49 +1,236 @@
-"""Common part of the Trainer's and Fabric's ZeRO strategies: settings, DeepSpeed on a CPU, and the engine."""
+"""Common part of the Trainer's and Fabric's ZeRO strategies: options, choice of the stage, and the engine."""
 
 import functools
-import os
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+import inspect
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import lightning as L
 import torch
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from rich.console import Console
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_fasttrain.core.checks import PositiveFloat, require
+from lightning_fasttrain.core.checks import NonNegativeFloat, PositiveFloat, require
 from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.distributed import rank_count, rank_here, smallest_over_ranks
 from lightning_fasttrain.core.host.late_parameters import refuse_earlier_shards
+from lightning_fasttrain.core.host.lightning import training_loader
 from lightning_fasttrain.core.messages import explain, say, wide_enough
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
-from lightning_fasttrain.core.state.values import only
+from lightning_fasttrain.core.state.rng import random_state, set_random_state
+from lightning_fasttrain.core.state.values import only, without
 from lightning_fasttrain.memory.one_rank import RankStates
+from lightning_fasttrain.strategy.fsdp2.sharding import Sharding
 from lightning_fasttrain.strategy.memory_limits import (
     Fit,
     Limits,
+    check_headroom,
     find_nearest,
     fits_table,
     name_leaner_ways,
     predict_fits,
 )
-from lightning_fasttrain.strategy.shardable_optimizer import refuse_unshardable
-from lightning_fasttrain.strategy.zero.stage_question import StageQuestion, without_defaults
-from lightning_fasttrain.strategy.zero.zero_engine import Engine, import_deepspeed, refuse_replaced
-from lightning_fasttrain.strategy.zero.zero_states import STAGES, Held, ZeROSizes, ZeROStage, held_by, usual_sizes
+from lightning_fasttrain.strategy.zero.zero_engine import (
+    Engine,
+    enter_deepspeed,
+    import_deepspeed,
+    make_broadcastable_,
+    refuse_half_on_cpu,
+    refuse_replaced,
+    without_needless_ops,
+)
+from lightning_fasttrain.strategy.zero.zero_states import (
+    STAGES,
+    Held,
+    ZeROSizes,
+    ZeROStage,
+    held_by,
+    refuse_unshardable,
+    usual_sizes,
+)
+from lightning_fasttrain.technique import Technique
 
-_CONFIGURED = {
-    "prefetch": "stage3_prefetch_bucket_size",
-    "persistence": "stage3_param_persistence_threshold",
-    "reuse": "stage3_max_reuse_distance",
-    "sub_group": "sub_group_size",
-}
+_NOT_PREDICTED = "ZeRO stage: activations count as activation_gib=%s, since %s"
+_KNOWN = inspect.signature(DeepSpeedStrategy.__init__).parameters
+# Settings of Lightning's strategy that a stage determines, so that they cannot be combined with stage=.
+_PART_OF_STAGE = (
+    "zero_optimization",
+    "offload_optimizer",
+    "offload_parameters",
+    "offload_params_device",
+    "offload_optimizer_device",
+    "remote_device",
+)
+# Settings that Lightning's strategy uses itself, so that they take effect beside a config.
+_BESIDE_CONFIG = (
+    *("accelerator", "parallel_devices", "cluster_environment", "precision", "precision_plugin"),
+    *("process_group_backend", "timeout", "logging_level", "load_full_weights", "exclude_frozen_parameters"),
+    *("remote_device", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"),
+)
+_AS_JSON = 'Write a JSON object, such as {"zero_optimization": {"stage": 2}}, or pass the settings as a dict'
+
+
+def without_defaults(settings: Mapping[str, object]) -> dict[str, Any]:
+    """Return the settings that differ from Lightning's defaults, since LightningCLI passes all settings explicitly."""
+    return {key: value for key, value in settings.items() if key not in _KNOWN or value != _KNOWN[key].default}
+
+
+def check_stage(
+    stage: int | str, config: str | Path | Mapping[str, object] | None, settings: Mapping[str, object]
+) -> str:
+    """Return ``stage`` as one of :data:`STAGES` or ``"auto"``, or refuse it.
+
+    Raises:
+        TypeError: a setting does not exist.
+        ValueError: the stage does not exist, or conflicts with settings that a stage determines.
+    """
+    name = str(stage)
+    if isinstance(stage, bool) or name not in (*STAGES, "auto"):
+        words = []
+        for word in STAGES:
+            words.append(word if word.isdigit() else repr(word))
+        way_out = f"Use stage='auto', or one of {', '.join(words)}"
+        raise ValueError(explain(f"stage={stage!r}", "ZeRO has no such stage", way_out))
+    unknown = list(without(settings, _KNOWN))
+    if unknown:
+        why = "neither it nor Lightning's DeepSpeedStrategy has such a setting"
+        if unknown[0] in Sharding.__dataclass_fields__:
+            why += ", FSDP2Strategy has"
+        raise TypeError(explain(f"ZeRO with {unknown[0]}={settings[unknown[0]]!r}", why, "Leave it out"))
+    if config is not None:
+        _check_beside_config(stage, settings)
+        return name
+    twice = [key for key in _PART_OF_STAGE if key in settings]
+    if twice:
+        what = f"stage={stage!r} with {twice[0]}={settings[twice[0]]!r}"
+        why = "the stage determines the placement of gradients, optimizer state and parameters, offload included"
+        raise ValueError(explain(what, why, "Leave it out, and choose a stage, such as stage='2+offload'"))
+    return name
+
+
+def _check_beside_config(stage: int | str, settings: Mapping[str, object]) -> None:
+    if stage != "auto":
+        why = "both set the stage"
+        raise ValueError(explain(f"stage={stage!r} with a DeepSpeed config", why, "Leave one of the two out"))
+    ignored = sorted(without(settings, _BESIDE_CONFIG))
+    if ignored:
+        why = "DeepSpeed's settings are read from the config, so this one would be ignored"
+        raise ValueError(explain(f"a DeepSpeed config with {ignored[0]}=", why, "Write it into the config"))
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """Return the DeepSpeed config in a JSON file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it does not contain a JSON object.
+    """
+    if not Path(path).is_file():
+        raise FileNotFoundError(explain(f"config={str(path)!r}", "there is no such file", "Check the path"))
+    try:
+        config = json.loads(Path(path).read_text())
+    except ValueError as error:
+        raise ValueError(explain(f"config={str(path)!r}", f"it is not valid JSON ({error})", _AS_JSON)) from None
+    if not isinstance(config, dict):
+        why = f"it contains a {type(config).__name__} instead of DeepSpeed's settings"
+        raise ValueError(explain(f"config={str(path)!r}", why, _AS_JSON))
+    return config
+
+
+@dataclass
+class ZeROOptions:
+    """Options that decide the stage, validated; see :class:`~lightning_fasttrain.ZeROStrategy`.
+
+    Example:
+        >>> ZeROOptions("2+offload").arguments()
+        {'stage': 2, 'offload_optimizer': True, 'offload_optimizer_device': 'cpu'}
+    """
+
+    stage: int | str
+    memory_gib: float | None = None
+    headroom: float = 0.1
+    nvme_path: str | None = None
+    activation_gib: float = 0.0
+    config: str | Path | dict[str, Any] | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.stage = check_stage(self.stage, self.config, self.settings)
+        check_headroom(self.headroom)
+        if isinstance(self.config, str | Path):
+            self.config = read_config(self.config)
+        named = self.config is not None or self.stage != "auto"
+        if named and self.memory_gib is not None:
+            other = f"stage={self.stage!r}"
+            if self.config is not None:
+                other = "a config"
+            what = f"memory_gib={self.memory_gib} with {other}"
+            why = "memory_gib is used by stage='auto' only"
+            raise ValueError(explain(what, why, "Leave one of the two out"))
+
+    @property
+    def open(self) -> bool:
+        """Whether the stage is still to be chosen."""
+        return self.stage == "auto" and self.config is None
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of Lightning's strategy; until a stage is chosen, those of stage 0."""
+        if self.config is not None:
+            return {"config": self.config}
+        level, _, where = ("0" if self.open else str(self.stage)).partition("+")
+        settings: dict[str, Any] = {"stage": int(level), "offload_optimizer": bool(where)}
+        if not where:
+            return settings
+        device = "nvme" if where == "nvme" else "cpu"
+        settings["offload_optimizer_device"] = device
+        if level == "3":
+            settings |= {"offload_parameters": True, "offload_params_device": device, "remote_device": device}
+        if where == "nvme":
+            if self.nvme_path is None:
+                why = "there is no folder to offload to"
+                raise ValueError(explain("stage='3+nvme' without nvme_path", why, "Give nvme_path="))
+            settings["nvme_path"] = self.nvme_path
+        return settings
+
+
+def step_to_predict(trainer: L.Trainer, activation_gib: float) -> dict[str, Any]:
+    """Return the batch and the techniques of a step for ``predict_strategies``; empty if no batch can be read."""
+    loader = training_loader(trainer)
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        say(_NOT_PREDICTED, activation_gib, "a batch of this loader cannot be read without consuming it")
+        return {}
+    # Techniques that change the model are applied already.
+    techniques = [c for c in trainer.callbacks if isinstance(c, Technique) and c.surgery is None]
+    before = random_state()
+    try:
+        return {"batch": read_batch(loader), "techniques": techniques}
+    except Exception as error:
+        # A user's dataset may do anything.
+        say(_NOT_PREDICTED, activation_gib, f"a batch cannot be read: {error}")
+        return {}
+    finally:
+        set_random_state(before)
+
+
+def read_batch(loader: DataLoader) -> Any:
+    """Read one batch from the loader's dataset directly, and collate it as the loader does.
+
+    The loader's sampler and workers are not used, so their state does not change.
+    """
+    dataset: Any = loader.dataset  # map-style, as the caller has checked
+    if loader.batch_sampler is None:
+        return loader.collate_fn(dataset[0])
+    size: Any = loader.batch_size or vars(loader.batch_sampler)["batch_size"]
+    return loader.collate_fn([dataset[i % len(dataset)] for i in range(size)])
 
 
 class ZeROHost:
@@ -62,6 +249,7 @@ class ZeROHost:
         memory_gib: PositiveFloat | None = None,
         headroom: float = 0.1,
         nvme_path: str | None = None,
+        activation_gib: NonNegativeFloat = 0.0,
         trusted: bool = False,
         universal: bool = False,
         config: str | Path | dict[str, Any] | None = None,
@@ -69,9 +257,9 @@ class ZeROHost:
     ) -> None:
         import_deepspeed()
         settings = without_defaults(settings)
-        self.question = StageQuestion(stage, memory_gib, headroom, nvme_path, config, settings)
+        self.options = ZeROOptions(stage, memory_gib, headroom, nvme_path, activation_gib, config, settings)
         self.trusted, self.universal = trusted, universal
-        super().__init__(**self.question.arguments(), **settings)
+        super().__init__(**self.options.arguments(), **settings)
         # DeepSpeed's own default is to clip at 1.0.
         self._given_config.setdefault("gradient_clipping", 0.0)
         # The user's optimizer is the one that steps.
@@ -96,10 +284,10 @@ class ZeROHost:
         Raises:
             ValueError: the stage is still to be chosen.
         """
-        if self.question.open:
+        if self.options.open:
             why = "the stage decides what each rank holds"
             raise ValueError(explain("a prediction with stage='auto'", why, "Give a stage, such as ZeROStrategy(3)"))
-        stage = str(self.question.stage) if self.question.config is None else str(self.stage)
+        stage = str(self.options.stage) if self.options.config is None else str(self.stage)
         if stage != "0":
             refuse_unshardable(optimizer)
         sizes = self._configured_sizes(held_by(model, optimizer, world, precision))
@@ -107,10 +295,10 @@ class ZeROHost:
 
     def _configured_sizes(self, held: Held) -> ZeROSizes:
         config, usual = self._given_config.get("zero_optimization", {}), usual_sizes(held)
-        given = {"reduce_bucket": min(config.get("reduce_bucket_size", usual.reduce_bucket), usual.reduce_bucket)}
-        for name, key in _CONFIGURED.items():
-            given[name] = int(config.get(key, getattr(usual, name)))
-        return ZeROSizes(**given)
+        # Keys of a config are in the order of the fields.
+        sizes = ZeROSizes(*[int(config.get(key, value)) for key, value in usual.as_config().items()])
+        # No more than all gradients are in a bucket.
+        return replace(sizes, reduce_bucket=min(sizes.reduce_bucket, usual.reduce_bucket))
 
     # Process group, on a CPU too.
 
@@ -120,7 +308,7 @@ class ZeROHost:
 
     def setup_environment(self) -> None:
         """Join the process group; on a CPU as on a GPU, with gloo, and without compiling a kernel."""
-        self._leave = enter(self.root_device.type)
+        self._leave = enter_deepspeed(self.root_device.type)
         if self.root_device.type == "cuda":
             super().setup_environment()
         else:
@@ -136,75 +324,88 @@ class ZeROHost:
         super().teardown()
         self._leave()
 
-    # Engine.
+    # Stage.
 
-    def _limits(self, activation_bytes: int) -> Limits:
+    def _settle_stage(
+        self, module: nn.Module, optimizer: Optimizer | None, read_step: Callable[[], Mapping[str, Any]]
+    ) -> None:
+        """Choose the stage under ``"auto"``; refuse an optimizer that it does not support; fit the reduce bucket."""
+        if self.options.open:
+            assert optimizer is not None
+            self._choose_stage(module, optimizer, read_step())
+        if optimizer is not None:
+            refuse_unfit_optimizer(optimizer, self.stage)
+        fit_buckets(self._given_config, module, self.options.settings)
+
+    def _limits(self) -> Limits:
         """Return the memory that the rank with the least of it may use."""
-        question, device = self.question, self.root_device
-        if question.nvme_path is not None and not Path(question.nvme_path).is_dir():
-            raise ValueError(explain(f"nvme_path={question.nvme_path!r}", "there is no such folder", "Create it first"))
+        options, device = self.options, self.root_device
+        if options.nvme_path is not None and not Path(options.nvme_path).is_dir():
+            raise ValueError(explain(f"nvme_path={options.nvme_path!r}", "there is no such folder", "Create it first"))
         host = require("psutil", extra="deepspeed").virtual_memory().available // (self.num_processes or 1)
         free = host if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
-        if question.memory_gib is not None:
-            free = int(question.memory_gib * GIB)
+        if options.memory_gib is not None:
+            free = int(options.memory_gib * GIB)
         elif device.type == "cpu":
             # Host memory is the device's memory, so offload has no effect.
             host = 0
         free, host = smallest_over_ranks([free, host])
-        usable = 1 - question.headroom
-        return Limits(int(free * usable), int(host * usable), activations=activation_bytes)
+        usable = 1 - options.headroom
+        return Limits(int(free * usable), int(host * usable))
 
-    def _choose_stage(
-        self, module: nn.Module, optimizer: Optimizer, step: Mapping[str, Any], activation_bytes: int = 0
-    ) -> None:
+    def _choose_stage(self, module: nn.Module, optimizer: Optimizer, step: Mapping[str, Any]) -> None:
         """Choose the first stage that fits the least memory of all ranks, the same on all; rank zero prints the table.
 
         Args:
             module: the model, with adapters and quantised layers in place.
             optimizer: the user's optimizer.
-            step: ``batch`` and ``techniques`` of the step to predict; if empty, the states alone.
-            activation_bytes: bytes of activations, where the step is unknown.
+            step: ``batch`` and ``techniques`` of the step to predict; if empty, ``activation_gib`` counts instead.
 
         Raises:
             ValueError: no stage fits; raised on all ranks, with the shortfall.
         """
-        question = self.question
-        limits = self._limits(activation_bytes)
+        options = self.options
+        limits = self._limits()
+        unpredicted = replace(limits, activations=int(options.activation_gib * GIB))
         refuse_unshardable(optimizer)
         # float16 takes as many bytes as bfloat16.
         precision = self._precision_name
         if precision.startswith("16-"):
             precision = f"bf{precision}"
         sizes = usual_sizes(held_by(module, optimizer, rank_count(), precision))
-        bucket = question.settings.get("reduce_bucket_size")
+        bucket = options.settings.get("reduce_bucket_size")
         if bucket is not None:
             sizes = ZeROSizes(reduce_bucket=bucket)
-        stages = {stage: ZeROStage(stage, sizes) for stage in STAGES if question.nvme_path or stage != "3+nvme"}
+        stages = {stage: ZeROStage(stage, sizes) for stage in STAGES if options.nvme_path or stage != "3+nvme"}
         settings = {"optimizer": optimizer, "precision": precision, "world": rank_count()}
-        predict = functools.partial(predict_fits, stages, limits, module, device=self.root_device.type, **settings)
-        try:
-            fits = predict(**step)
-        except Exception as error:
-            if not step:
-                raise
-            # A user's step may do anything; the choice continues without activations.
-            say("ZeRO stage: chosen without activations, since they cannot be predicted: %s", error)
-            fits = predict()
+        predict = functools.partial(predict_fits, stages, module=module, device=self.root_device.type, **settings)
+        fits: list[Fit] = []
+        if step:
+            try:
+                fits = predict(limits, **step)
+            except Exception as error:
+                # A user's step may do anything.
+                say(_NOT_PREDICTED, options.activation_gib, f"they cannot be predicted: {error}")
+        if not fits:
+            limits = unpredicted
+            fits = predict(limits)
         fits = _agree(fits, limits)
         best = next((fit for fit in fits if fit.fits), None)
         if best is None:
             raise ValueError(_nothing_fits(fits, limits, precision))
-        question.stage = best.name
+        options.stage = best.name
         if rank_here() == 0:
             before = fits[fits.index(best) - 1] if best is not fits[0] else None
             table = fits_table("ZeRO, GiB on one rank", [_explain(best, before, limits)], fits, best.name)
             wide_enough(Console()).print(table)
         # Lightning builds the config, which has its own defaults.
-        made = DeepSpeedStrategy(**question.arguments(), **question.settings).config
+        made = DeepSpeedStrategy(**options.arguments(), **options.settings).config
         assert made is not None
-        given = only(question.settings, ["reduce_bucket_size", "sub_group_size"])
+        given = only(options.settings, ["reduce_bucket_size", "sub_group_size"])
         # The sizes assumed in the prediction, and the user's before them.
         self._given_config["zero_optimization"] = {**made["zero_optimization"], **sizes.as_config(), **given}
+
+    # Engine.
 
     def _make_engine(
         self,
@@ -254,32 +455,6 @@ def fit_buckets(config: dict[str, Any], model: nn.Module, settings: Mapping[str,
         zero["reduce_bucket_size"] = min(zero["reduce_bucket_size"], trained)
 
 
-def make_broadcastable_(model: nn.Module) -> None:
-    """Make parameters of other memory layouts contiguous, as of channels_last: DeepSpeed broadcasts their bytes.
-
-    Raises:
-        ValueError: a parameter has no dimension, such as CLIP's ``logit_scale``.
-    """
-    for name, parameter in model.named_parameters():
-        if parameter.ndim == 0:
-            why = "DeepSpeed cannot broadcast a parameter without a dimension"
-            way_out = "Give it the shape (1,), or use FSDP2Strategy(), which replicates it"
-            raise ValueError(explain(f"parameter '{name}' of shape ()", why, way_out))
-        if not parameter.is_contiguous():
-            parameter.data = parameter.data.contiguous()
-
-
-def refuse_half_on_cpu(precision: str, device_type: str) -> None:
-    """Refuse float16 where DeepSpeed has no kernels for it.
-
-    Raises:
-        ValueError: ``"16-mixed"`` or ``"16-true"`` on a CPU.
-    """
-    if device_type == "cpu" and precision in ("16-mixed", "16-true"):
-        way_out = f"Use precision={precision.replace('16', 'bf16')!r}, which runs on GPUs too"
-        raise ValueError(explain(f"precision={precision!r} on a CPU", "DeepSpeed has no float16 there", way_out))
-
-
 def refuse_unfit_optimizer(optimizer: Optimizer, stage: int) -> None:
     """Refuse optimizers that ZeRO does not support: those that need a closure, or whole matrices.
 
@@ -292,45 +467,6 @@ def refuse_unfit_optimizer(optimizer: Optimizer, stage: int) -> None:
     if stage > 0:
         refuse_unshardable(optimizer)
         refuse_replaced(optimizer)
-
-
-@contextmanager
-def without_needless_ops() -> Iterator[None]:
-    """Start DeepSpeed's process group without compiling its shared-memory kernel, which gloo does not need."""
-    ops = import_deepspeed().ops.__compatible_ops__
-    before = ops.get("deepspeed_shm_comm")
-    ops["deepspeed_shm_comm"] = False
-    try:
-        yield
-    finally:
-        if before is None:
-            del ops["deepspeed_shm_comm"]
-        else:
-            ops["deepspeed_shm_comm"] = before
-
-
-def enter(device_type: str) -> Undo:
-    """Prepare for DeepSpeed, and return a function that restores the global state it changes.
-
-    Stage 3 replaces ``torch.nn.functional.linear`` permanently. On a CPU, DeepSpeed's CPU accelerator is selected,
-    even if the machine has a GPU, and the environment variables of the process group, which Lightning sets for
-    DeepSpeed, are removed at the end: with them, the next Trainer in this process would assume an external launcher.
-    """
-    from deepspeed.accelerator import get_accelerator, set_accelerator
-    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-
-    undo = ExitStack()
-    undo.callback(setattr, functional, "linear", functional.linear)
-    if device_type != "cpu":
-        return undo.close
-    before: Any = get_accelerator()
-    if before.device_name() != "cpu":
-        set_accelerator(CPU_Accelerator())
-        undo.callback(set_accelerator, before)
-    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        if name not in os.environ:
-            undo.callback(os.environ.pop, name, None)
-    return undo.close
 
 
 def _agree(fits: list[Fit], limits: Limits) -> list[Fit]:

@@ -1,24 +1,102 @@
-"""Formulas of each rank's memory under DeepSpeed's ZeRO, whose engine cannot run on tensors without memory."""
+"""Formulas of each rank's memory under DeepSpeed's ZeRO, and the optimizers that its flat shards suit.
+
+Formulas, since DeepSpeed's engine cannot run on tensors without memory, as FSDP2 can.
+"""
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import lightning as L
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
 from lightning_fasttrain.core.checks import NonNegativeInt, PositiveInt, check_arguments, one_of
+from lightning_fasttrain.core.host.lightning import configured_optimizers
+from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.parameters import bytes_of, count_uses
 from lightning_fasttrain.core.state.values import without
 from lightning_fasttrain.finetune.quantized.quantized_layer import is_quantized, quantization_of
 from lightning_fasttrain.memory.fake_step import fake_module
 from lightning_fasttrain.memory.one_rank import RankStates
 from lightning_fasttrain.memory.predict_memory import PRECISIONS
+from lightning_fasttrain.optim.named.build_optimizer import NamedOptimizer
+from lightning_fasttrain.optim.named.host_optimizer import HostOptimizer
 from lightning_fasttrain.optim.named.optimizer_state import Group, groups_of, state_bytes
-from lightning_fasttrain.strategy.shardable_optimizer import MakeOptimizer, make_optimizer, refuse_unshardable
+
+MakeOptimizer = Callable[[Any], Optimizer]
+# A norm of each layer scales its update, which the state does not show.
+_BY_LAYER = ("lamb", "lars")
+_PROBE = (64, 128)  # large enough that bitsandbytes does not fall back to 32 bits
+
+
+def make_optimizer(module: nn.Module, optimizer: Optimizer | MakeOptimizer | None) -> Optimizer:
+    """Return the optimizer, or build it with the given function or with the LightningModule's own method.
+
+    Raises:
+        TypeError: there is neither an optimizer nor a LightningModule, or the function did not return an optimizer.
+        ValueError: the LightningModule has several optimizers.
+    """
+    if isinstance(optimizer, Optimizer):
+        return optimizer
+    if isinstance(optimizer, NamedOptimizer):
+        # Its parameter groups depend on the names of the parameters.
+        return optimizer(module)
+    way_out = "Give an optimizer, or a function: lambda parameters: torch.optim.AdamW(parameters)"
+    if optimizer is not None:
+        # On "meta" instead of fake tensors: some optimizers build lookup tables when constructed, which need values.
+        made = optimizer(list(map(_make_meta, module.parameters())))
+        if not isinstance(made, Optimizer):
+            what = f"optimizer={optimizer!r}, which gives {type(made).__name__}"
+            raise TypeError(explain(what, "an optimizer is needed", way_out))
+        return made
+    if not isinstance(module, L.LightningModule):
+        why = "only a LightningModule has configure_optimizers"
+        raise TypeError(explain(f"{type(module).__name__} without optimizer", why, way_out))
+    optimizers, _ = configured_optimizers(module)
+    if len(optimizers) != 1:
+        what = f"{type(module).__name__} with {len(optimizers)} optimizers"
+        raise ValueError(explain(what, "a sharding engine supports one", "Give the one to be sharded as optimizer="))
+    return optimizers[0]
+
+
+def _make_meta(parameter: Tensor) -> nn.Parameter:
+    like = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+    return nn.Parameter(like, parameter.requires_grad)
+
+
+def refuse_unshardable(optimizer: Optimizer) -> None:
+    """Refuse an optimizer whose update changes when parameters are flattened and sharded.
+
+    Raises:
+        ValueError: the optimizer's update would change; says why.
+    """
+    name = type(optimizer).__name__
+    why = _unshardable_because(optimizer)
+    if why is not None:
+        way_out = "Use an elementwise optimizer (AdamW, SGD, Lion, AdamW8bit), or DDP (stage 0)"
+        raise ValueError(explain(f"{name} with ZeRO", f"{why}, and ZeRO gives it flat shards of many layers", way_out))
+
+
+def _unshardable_because(optimizer: Optimizer) -> str | None:
+    if isinstance(optimizer, HostOptimizer):
+        return "its copy of the weights in host memory would be that of whole layers"
+    if any(word in type(optimizer).__name__.lower() for word in _BY_LAYER):
+        return "it scales each layer's update by that layer's norm"
+    for group in groups_of(optimizer):
+        try:
+            # An elementwise optimizer keeps as much state for a matrix as for the same matrix flattened.
+            in_shape = state_bytes(optimizer, group, [_PROBE], torch.float32)
+            flat = state_bytes(optimizer, group, [(math.prod(_PROBE),)], torch.float32)
+        except ValueError as error:
+            return f"it makes no step on a shard of a layer ({error.__cause__})"
+        if in_shape != flat:
+            return "its state depends on the shape of a matrix"
+    return None
+
 
 MASTER = 4  # bytes per element of the float32 master weights that the optimizer updates
 
@@ -94,8 +172,8 @@ class Held:
         self._uses = count_uses(net)
         self.trained = sum(group.numel for group in self.groups)
         self.size = 2 if low_precision else self.groups[0].dtype.itemsize
-        self.whole = sum(map(self._bytes, self.parameters))
-        self.extras = sum(map(self._bytes, net.buffers())) + _constants(net)
+        self.parameter_bytes = sum(map(self._bytes, self.parameters))
+        self.buffer_bytes = sum(map(self._bytes, net.buffers())) + _constants(net)
         self.largest = max(math.prod(shape) for group in self.groups for shape in group.shapes)
 
     def as_torch_does(self, precision: str) -> "Held":
@@ -134,7 +212,7 @@ class Held:
         each = zip(self.flat_shards(), self.groups, strict=True)
         return self.size * sum(part * self.ranks - group.numel for part, group in each)
 
-    def cut(self) -> int:
+    def sharded_bytes(self) -> int:
         """Return the bytes of a rank's shard of all parameters, frozen ones included (stage 3)."""
         return sum(ceil_div(p.numel(), self.ranks) * self.itemsize(p) for p in self.parameters)
 
@@ -401,7 +479,7 @@ def _stage_0(held: Held, sizes: ZeROSizes) -> ModelStates:
     bucket = min(held.trained, _ALL_REDUCE_BUCKET) * held.size if held.ranks > 1 else 0
     return ModelStates(
         "0",
-        parameters=held.whole + held.extras,
+        parameters=held.parameter_bytes + held.buffer_bytes,
         gradients=held.trained * held.size,
         optimizer=masters + held.state_in_shape(),
         buffers=max(bucket, masters),
@@ -412,7 +490,7 @@ def _stage_1_or_2(held: Held, sizes: ZeROSizes, stage: str) -> ModelStates:
     parts = held.flat_shards()
     return ModelStates(
         stage,
-        parameters=held.whole + held.padding() + held.extras,
+        parameters=held.parameter_bytes + held.padding() + held.buffer_bytes,
         gradients=held.owned_bytes() if stage == "2" else held.trained * held.size,
         optimizer=sum(parts) * MASTER + held.state(parts),
         # Buckets are freed before the step.
@@ -424,7 +502,7 @@ def _stage_2_offload(held: Held, sizes: ZeROSizes) -> ModelStates:
     parts = held.flat_shards()
     return ModelStates(
         "2+offload",
-        parameters=held.whole + held.padding() + held.extras,
+        parameters=held.parameter_bytes + held.padding() + held.buffer_bytes,
         gradients=0,
         optimizer=0,
         buffers=(2 * sizes.reduce_bucket + held.largest) * held.size,
@@ -437,7 +515,7 @@ def _stage_3(held: Held, sizes: ZeROSizes) -> ModelStates:
     staying, passing = held.gathered_bytes(sizes, offloaded=False)
     return ModelStates(
         "3",
-        parameters=held.cut() + staying + held.extras,
+        parameters=held.sharded_bytes() + staying + held.buffer_bytes,
         gradients=sum(parts) * held.size,
         optimizer=sum(parts) * MASTER + held.state(parts),
         buffers=sizes.reduce_bucket * held.size + max(passing, held.step_copy([min(max(parts), sizes.sub_group)])),
@@ -450,15 +528,15 @@ def _stage_3_away(held: Held, sizes: ZeROSizes, stage: str) -> ModelStates:
     staying, passing = held.gathered_bytes(sizes, offloaded=True)
     # The float32 master weights, their gradients, and their state.
     updated = total * 2 * MASTER + held.state(parts)
-    host, nvme = held.cut() + total * held.size + updated, 0
+    host, nvme = held.sharded_bytes() + total * held.size + updated, 0
     if stage == "3+nvme":
         kept = min(total, _PARAMETERS_IN_HOST)
         swap = _SWAP_BUFFERS * min(max(parts), sizes.sub_group) * MASTER
         host = (kept + _PARAMETER_SWAP + total) * held.size + swap
-        nvme = held.cut() + updated
+        nvme = held.sharded_bytes() + updated
     return ModelStates(
         stage,
-        parameters=staying + held.extras,
+        parameters=staying + held.buffer_bytes,
         gradients=0,
         optimizer=0,
         buffers=sizes.reduce_bucket * held.size + passing,

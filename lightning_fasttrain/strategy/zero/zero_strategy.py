@@ -1,27 +1,30 @@
-"""DeepSpeed ZeRO strategy for the Trainer, with automatic choice of the stage and atomic checkpoints."""
+"""DeepSpeed ZeRO strategies for the Trainer and for Fabric, with automatic choice of the stage."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
+from lightning.fabric.strategies import DeepSpeedStrategy as FabricDeepSpeedStrategy
 from lightning.pytorch.callbacks import BackboneFinetuning, WeightAveraging
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_fasttrain.checkpoint.atomic_checkpoints import probe_folders, refuse_unreadable_settings
 from lightning_fasttrain.core.checks import check_arguments
+from lightning_fasttrain.core.host.lightning import BackwardSyncControl
 from lightning_fasttrain.core.messages import explain, note_once, warn
 from lightning_fasttrain.core.modules.wrapped_forward import patch
 from lightning_fasttrain.core.state.values import only
-from lightning_fasttrain.strategy.zero.stage_question import step_to_predict
-from lightning_fasttrain.strategy.zero.zero_checkpoint import folder_to_load, save_whole
-from lightning_fasttrain.strategy.zero.zero_host import ZeROHost, fit_buckets, refuse_unfit_optimizer
+from lightning_fasttrain.strategy.zero.zero_checkpoint import folder_to_load, save_atomically
+from lightning_fasttrain.strategy.zero.zero_engine import Engine
+from lightning_fasttrain.strategy.zero.zero_host import ZeROHost, step_to_predict
 from lightning_fasttrain.technique import Conflict, Surgery, Technique, check_together
 from lightning_fasttrain.technique.declarations import refuse_conflicts
 from lightning_fasttrain.technique.technique import techniques_of
@@ -63,6 +66,8 @@ class ZeROStrategy(ZeROHost, DeepSpeedStrategy):
         memory_gib: memory that a rank may use, for ``"auto"``, instead of its free memory.
         headroom: fraction of the memory that ``"auto"`` leaves free.
         nvme_path: folder for ``"3+nvme"``; without it ``"auto"`` leaves that stage out.
+        activation_gib: memory of activations in GiB, for ``"auto"`` where no step can be predicted: in Fabric, and
+            where a batch cannot be read. :func:`~lightning_fasttrain.predict_memory` predicts it.
         trusted: whether to load checkpoints that hold pickled objects of unknown classes, which can run any code.
         universal: whether to load checkpoints that were saved by another number of processes, through DeepSpeed's
             universal format.
@@ -127,15 +132,10 @@ class ZeROStrategy(ZeROHost, DeepSpeedStrategy):
         if "optimizer" not in self._given_config:
             self._made = super()._init_optimizers()
             optimizer = self._made[0]
-        if self.question.open:
-            assert optimizer is not None
-            self._choose_stage(module, optimizer, step_to_predict(trainer))
-        if optimizer is not None:
-            refuse_unfit_optimizer(optimizer, self.stage)
+        self._settle_stage(module, optimizer, lambda: step_to_predict(trainer, self.options.activation_gib))
         # Checked once more, since "auto" has chosen a stage only now.
         check_together(techniques_of(trainer), self)
         refuse_conflicts(self, CONFLICTS_OF_ZERO, trainer.callbacks)
-        fit_buckets(self._given_config, module, self.question.settings)
         # Probed now, before DeepSpeed shards the optimizer.
         probe_folders(trainer, [] if optimizer is None else [optimizer])
         refuse_unreadable_settings(trainer)
@@ -220,7 +220,7 @@ class ZeROStrategy(ZeROHost, DeepSpeedStrategy):
             # True if only a part of the model is saved, such as its trained weights.
             part = undo.enter_context(self.engine.save_only(set(checkpoint["state_dict"])))
             undo.callback(patch(self, "exclude_frozen_parameters", part or self.exclude_frozen_parameters))
-            save_whole(self, filepath, step, lambda path: save(checkpoint, path), checkpoint)
+            save_atomically(self, filepath, step, lambda path: save(checkpoint, path), checkpoint)
 
     def names_to_load(self, checkpoint: Mapping[str, object], saved: set[str], strict: bool) -> set[str]:
         """Return the keys that a checkpoint should contain; see :meth:`FSDP2Strategy.names_to_load`."""
@@ -242,3 +242,177 @@ class ZeROStrategy(ZeROHost, DeepSpeedStrategy):
         folder = folder_to_load(self, checkpoint_path, optimizer_too=fitting)
         with folder as path, self.engine.load_only(self.names_to_load):
             return super().load_checkpoint(path, weights_only)
+
+
+class _FabricBase(FabricDeepSpeedStrategy):
+    """Lightning's strategy, with an accumulation that DeepSpeed knows of."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._backward_sync_control = _Windows(self)
+
+
+@check_arguments
+class FabricZeROStrategy(ZeROHost, _FabricBase):
+    """Shard optimizer state, gradients and parameters over processes with DeepSpeed, in a Fabric loop.
+
+    A subclass of Lightning's strategy that runs on CPUs with gloo too. ``fabric.no_backward_sync`` accumulates
+    gradients, ``fabric.clip_gradients(max_norm=...)`` clips by the norm over all ranks, and gradients are not clipped
+    otherwise. Checkpoints are folders, written under a temporary name, checksummed and renamed. Set up model and
+    optimizer together: ``fabric.setup(model, optimizer)``.
+
+    Args:
+        stage, memory_gib, headroom, nvme_path, activation_gib, trusted, universal, config: as for
+            :class:`~lightning_fasttrain.ZeROStrategy`; ``"auto"`` is resolved in ``fabric.setup``, with
+            ``activation_gib``, since Fabric does not know the training step.
+        settings: further arguments of Fabric's ``DeepSpeedStrategy``.
+
+    Raises:
+        ModuleNotFoundError: deepspeed is not installed.
+        ValueError: as for :class:`~lightning_fasttrain.ZeROStrategy`.
+
+    Example:
+        >>> strategy = FabricZeROStrategy(stage=1)
+        >>> strategy.config["gradient_clipping"]
+        0.0
+
+    Source:
+        See :class:`~lightning_fasttrain.ZeROStrategy`.
+    """
+
+    @property
+    def _precision_name(self) -> str:
+        return str(self.precision.precision)
+
+    def setup_environment(self) -> None:
+        """Join the process group; on a CPU as on a GPU."""
+        super().setup_environment()
+        # On a CPU Lightning's own setup, which formats the config, is left out.
+        if not self._config_initialized:
+            self._format_config()
+            self._config_initialized = True
+
+    def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None) -> Any:
+        """Choose the stage under ``"auto"``, and create the engine.
+
+        Raises:
+            ValueError: no stage fits, there are several optimizers, or the optimizer cannot be sharded.
+        """
+        optimizer = pick_only_optimizer(optimizers)
+        self._settle_stage(module, optimizer, dict)  # Fabric does not know the step
+        return super().setup_module_and_optimizers(module, optimizers, scheduler)
+
+    def _initialize_engine(
+        self, model: nn.Module, optimizer: Optimizer | None = None, scheduler: LRScheduler | None = None
+    ) -> Any:
+        engine = self._make_engine(self._given_config, model, optimizer, scheduler)
+        return engine.deepspeed, engine.optimizer, engine.scheduler
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        """Clip the coming step's gradient by its norm over all ranks, and return the norm."""
+        if norm_type != 2.0:
+            why = "DeepSpeed computes the 2-norm over ranks only"
+            raise ValueError(explain(f"{norm_type=} under ZeRO", why, "Use norm_type=2.0"))
+        assert self.engine is not None
+        return clip_to(self.engine, float(max_norm), error_if_nonfinite)
+
+    def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
+        """Refuse clipping by value, which ZeRO does not support.
+
+        Raises:
+            ValueError: always.
+        """
+        why = "gradients are sharded over all ranks, in DeepSpeed's memory"
+        way_out = "Clip by the norm: fabric.clip_gradients(model, optimizer, max_norm=...)"
+        raise ValueError(explain(f"fabric.clip_gradients(clip_val={clip_val}) under ZeRO", why, way_out))
+
+    def save_checkpoint(
+        self,
+        path: str | Path,
+        state: dict[str, Any],
+        storage_options: object = None,
+        filter: dict[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        """Write a checkpoint folder atomically, with checksums.
+
+        Raises:
+            OSError: a rank could not write; an older folder of this name is not changed.
+            RuntimeError: a rank is gone, or did not answer within ``timeout=``.
+        """
+        save = super().save_checkpoint
+        if self.engine is None:
+            save(path, state, storage_options, filter)  # reports what is missing
+            return
+        # Models and optimizers are saved by DeepSpeed.
+        plain = {key: value for key, value in state.items() if not hasattr(value, "state_dict")}
+        save_atomically(
+            self, path, state.get("step"), lambda folder: save(folder, state, storage_options, filter), plain
+        )
+
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        state: nn.Module | Optimizer | dict[str, Any] | None = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
+    ) -> Any:
+        """Load a checkpoint folder; if it is corrupt and optimizer state is loaded, an older one of the same run.
+
+        Raises:
+            CorruptCheckpoint: there is no intact checkpoint.
+            ValueError: it was saved by another number of processes, or holds objects of unknown classes.
+        """
+        # A plain file with full weights, which Lightning reads itself.
+        weights_alone = self.load_full_weights and self.zero_stage_3
+        if not isinstance(state, dict) or not state or weights_alone or self.engine is None:
+            return super().load_checkpoint(path, state, strict, weights_only)
+        optimizer_too = any(part is self.engine.optimizer for part in state.values())
+        with folder_to_load(self, path, optimizer_too=optimizer_too) as folder:
+            return super().load_checkpoint(folder, state, strict, weights_only)
+
+
+class _Windows(BackwardSyncControl):
+    """Implementation of ``fabric.no_backward_sync``, in which backward passes accumulate."""
+
+    def __init__(self, strategy: Any) -> None:
+        self.strategy = strategy
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager:
+        return self.strategy.block_backward_sync() if enabled else nullcontext()
+
+
+def clip_to(engine: Engine, max_norm: float, error_if_nonfinite: bool) -> Tensor:
+    """Clip the coming step's gradient to a norm of at most ``max_norm``, and return the norm before clipping.
+
+    Raises:
+        RuntimeError: the norm is not finite.
+    """
+    norm = engine.gradient_norm()
+    # DeepSpeed returns -1 for a norm that is not finite.
+    norm = torch.where(norm < 0, torch.inf, norm)
+    if error_if_nonfinite and not float(norm) < float("inf"):
+        way_out = "Lower the learning rate, or pass error_if_nonfinite=False"
+        raise RuntimeError(explain("the norm of the gradients is not finite", "it cannot be clipped", way_out))
+    # The 1e-6 is that of torch's clipping.
+    engine.scale_gradients_(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    return norm
+
+
+def pick_only_optimizer(optimizers: list[Optimizer]) -> Optimizer:
+    """Return the only optimizer of a list.
+
+    Raises:
+        ValueError: there are several optimizers, or none.
+    """
+    if len(optimizers) != 1:
+        why = "DeepSpeed shards the state of exactly one optimizer"
+        way_out = "Use one optimizer with several parameter groups"
+        raise ValueError(explain(f"{len(optimizers)} optimizers under ZeRO", why, way_out))
+    return optimizers[0]

@@ -1,28 +1,40 @@
 """Context parallelism: each rank of a group computes the blocks for its share of the tokens of every sequence."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed import _functional_collectives as collectives
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map, tree_map_only, tree_map_with_path
 
 from lightning_fasttrain.architecture.auxiliary_loss import ForwardWithLoss, ModuleWithLoss
 from lightning_fasttrain.core.messages import describe_error, explain
 from lightning_fasttrain.core.modules.parameters import move_values
 from lightning_fasttrain.core.modules.select import class_if_imported
-from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, has_dropout, without_dropout, wrappers_on
+from lightning_fasttrain.core.modules.wrapped_forward import (
+    WrappedForward,
+    has_dropout,
+    without_dropout,
+    wrappers_on,
+)
 from lightning_fasttrain.core.state.rng import keep_random_state
 from lightning_fasttrain.finetune.frozen_cache.cached_forward import CachedForward
 from lightning_fasttrain.micro_batching.padding.packed_forward import PackedForward
 from lightning_fasttrain.model.tiled_forward import find_trainable, in_place_of
-from lightning_fasttrain.strategy.tensor_parallel.attention_and_mlp import is_attention
-from lightning_fasttrain.strategy.tensor_parallel.divided_tokens.exchange_heads import (
-    ExchangedAttention,
-    RecordedAttention,
+from lightning_fasttrain.strategy.tensor_parallel.parallelize import SplitRandomness
+from lightning_fasttrain.strategy.tensor_parallel.plan import (
+    blocks_or_model,
+    heads_of,
+    is_attention,
+    refuse_indivisible_heads,
 )
-from lightning_fasttrain.strategy.tensor_parallel.divided_tokens.hidden_states import (
+from lightning_fasttrain.strategy.tensor_parallel.sequence_parallel import (
     HiddenStates,
     Option,
     own_tokens,
@@ -30,10 +42,93 @@ from lightning_fasttrain.strategy.tensor_parallel.divided_tokens.hidden_states i
     stacks_of,
     take_tokens,
 )
-from lightning_fasttrain.strategy.tensor_parallel.divisors import common_divisors, heads_of
-from lightning_fasttrain.strategy.tensor_parallel.plan import blocks_or_model
-from lightning_fasttrain.strategy.tensor_parallel.split_dropout import SplitRandomness
 from lightning_fasttrain.strategy.tensor_parallel.styles import gather_tokens
+
+_INPUTS = ("query", "key", "value")
+
+
+class ReplacedAttention(TorchFunctionMode):
+    """Context in which another function is called in place of ``scaled_dot_product_attention``.
+
+    Args:
+        attend: the function, of the same arguments; inside it, the attention of an outer context is called.
+    """
+
+    def __init__(self, attend: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.attend = attend
+
+    def __torch_function__(self, func: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            func = self.attend
+        return func(*args, **(kwargs or {}))
+
+
+def attend_to_all_tokens(
+    group: dist.ProcessGroup,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    """Attend to the tokens of all ranks of a group, from inputs with all heads and this rank's tokens.
+
+    Ranks exchange them, so that each has all tokens and its share of the heads, attends with any kernel and mask, and
+    exchange the outputs back.
+    """
+    ranks = group.size()
+    _refuse_shapes(query, key, attn_mask, ranks)
+    if key.shape[1] % ranks:
+        # Each of them serves several queries' heads, and is copied for each.
+        copies = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
+    if attn_mask is not None and attn_mask.ndim == 4 and attn_mask.shape[1] > 1:
+        attn_mask = attn_mask.chunk(ranks, 1)[group.rank()]
+    query, key, value = (_to_heads(x, group) for x in (query, key, value))
+    mixed = F.scaled_dot_product_attention(query, key, value, attn_mask, *args, **kwargs)
+    return _to_tokens(mixed, group)
+
+
+def attend_and_record(seen: list[Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """Attend, and add the queries, keys and values, each (B, H, T, d), to a list."""
+    given = {**dict(zip(_INPUTS, args, strict=False)), **kwargs}
+    seen += [given[name] for name in _INPUTS]
+    return F.scaled_dot_product_attention(*args, **kwargs)
+
+
+def _refuse_shapes(query: Tensor, key: Tensor, mask: Tensor | None, ranks: int) -> None:
+    option = f"context_parallel={ranks}"
+    if query.ndim != 4 or query.shape[2] != key.shape[2]:
+        what = f"{option} with queries of shape {tuple(query.shape)} and keys of shape {tuple(key.shape)}"
+        why = "expected (B, H, T, d) for the same tokens, as in self-attention"
+        raise ValueError(explain(what, why, "Use context_parallel=1"))
+    refuse_indivisible_heads("context_parallel", ranks, "scaled_dot_product_attention", {"heads": query.shape[1]})
+    tokens = query.shape[2] * ranks
+    if mask is not None and (mask.shape[-1] not in (1, tokens) or mask.shape[-2:-1] not in ((1,), (tokens,))):
+        what = f"{option} with an attention mask of shape {tuple(mask.shape)}"
+        why = f"it is not that of all {tokens} tokens: a block that makes its own mask sees a share of them"
+        raise ValueError(explain(what, why, "Make the mask outside of blocks, or use context_parallel=1"))
+
+
+def _to_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Exchange all heads of this rank's tokens for its heads of all tokens: (B, H, T / n, d) → (B, H / n, T, d)."""
+    received = _exchange(x.unflatten(1, (group.size(), -1)).movedim(1, 0), group)
+    return received.permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+
+def _to_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Exchange this rank's heads of all tokens for all heads of its tokens: (B, H / n, T, d) → (B, H, T / n, d)."""
+    received = _exchange(x.unflatten(2, (group.size(), -1)).movedim(2, 0), group)
+    return received.movedim(0, 1).flatten(1, 2)
+
+
+def _exchange(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Send part number i of a tensor (n, ...) to rank i; return those of all ranks. Gradients are sent back."""
+    sent = collectives.all_to_all_single_autograd(x.contiguous(), None, None, group)
+    return collectives.wait_tensor(sent)
+
 
 _WAY_OUT = "Use context_parallel=1"
 # Layers that mix neighbouring tokens, or normalize over tokens: a share of them gives other values.
@@ -53,6 +148,8 @@ _COMPLETE = {
 }
 
 
+# Why not torch.distributed.tensor.experimental.context_parallel? Its ring attention takes no attention mask, and it
+# divides the user's batch, so that every loss would have to be written for a share of the tokens.
 def divide_context_(model: nn.Module, group: dist.ProcessGroup) -> list[str]:
     """Have the blocks of a model compute on this rank's share of the tokens, in place; attention sees all of them.
 
@@ -105,10 +202,9 @@ def _refuse_mixing(prefix: str, block: nn.Module, ranks: int) -> None:
                 if isinstance(holder, kind):
                     found = f"context_parallel={ranks} with {type(holder).__name__} on '{name}'"
                     raise ValueError(explain(found, why, "Leave that technique out, or use context_parallel=1"))
-        heads = list(heads_of(module).values())[:1]
-        if heads and heads[0] % ranks:
-            why = f"each rank attends with its share of the {heads[0]} heads"
-            raise ValueError(explain(what, why, f"Use one of context_parallel={common_divisors(heads)}"))
+        # Of the queries: heads of keys and values are copied where there are fewer.
+        of_queries = dict(list(heads_of(module).items())[:1])
+        refuse_indivisible_heads("context_parallel", ranks, f"'{name}' ({type(module).__name__})", of_queries)
 
 
 def _refuse_router_losses(model: nn.Module, option: Option) -> None:
@@ -132,7 +228,7 @@ class DividedBlock(WrappedForward):
         super().__init__(block)
         self.name, self.group = name, group
         self._kind = type(block).__name__  # FSDP2 makes it one of its own
-        self.attention = ExchangedAttention(group)
+        self.attention = ReplacedAttention(partial(attend_to_all_tokens, group))
         self._compared = False
         self._axes: dict[object, int | None] = {}  # place of an argument → its axis of tokens
 
@@ -208,25 +304,27 @@ class DividedBlock(WrappedForward):
         places = find_trainable(self.module)
         # A mixing of tokens that is initialized to zero, as by a gate, shows with other values.
         moved = move_values(places)
-        with RecordedAttention() as undivided, in_place_of(places, moved):
+        undivided: list[Tensor] = []
+        divided: list[Tensor] = []
+        with ReplacedAttention(partial(attend_and_record, undivided)), in_place_of(places, moved):
             whole_args, whole_kwargs = replace_hidden(args, kwargs, lambda hidden: gather_tokens(hidden, self.group))
             expected = self.inner(*whole_args, **whole_kwargs)
         args, kwargs = self._divide(args, kwargs)
         try:
             # Recorded before they are exchanged.
-            with self.attention, RecordedAttention() as divided, in_place_of(places, moved):
+            with self.attention, ReplacedAttention(partial(attend_and_record, divided)), in_place_of(places, moved):
                 found = self.inner(*args, **kwargs)
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             self._refuse(f"it fails on a share of the tokens: {describe_error(error)}", error)
-        if not divided.seen and any(map(is_attention, self.module.modules())):
+        if not divided and any(map(is_attention, self.module.modules())):
             self._refuse("its attention does not call torch.nn.functional.scaled_dot_product_attention")
         # Of an output with more than hidden states, they come first.
         expected, found = _first(expected), _first(found)
         largest = torch.zeros((), device=found.device)
         pairs = [(found, own_tokens(expected, self.group))]
-        for mine, whole in zip(divided.seen, undivided.seen, strict=True):
+        for mine, whole in zip(divided, undivided, strict=True):
             pairs.append((mine, own_tokens(whole, self.group, 2)))
         for mine, whole in pairs:
             if mine.shape != whole.shape:

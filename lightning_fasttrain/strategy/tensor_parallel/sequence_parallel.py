@@ -1,16 +1,30 @@
-"""Shares of the tokens in a stack of blocks: the first block takes a rank's tokens, the last gathers those of all."""
+"""Sequence parallelism: between split layers, each rank of a tensor group has its share of the tokens of a block.
 
+The stacks of blocks whose tokens are divided are those of context parallelism too.
+"""
+
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.blocks import divide_lengths_by_
+from lightning_fasttrain.core.modules.select import has_parameters, is_inside
 from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, wrappers_on
-from lightning_fasttrain.strategy.tensor_parallel.styles import gather_tokens
+from lightning_fasttrain.strategy.tensor_parallel.plan import is_attention
+from lightning_fasttrain.strategy.tensor_parallel.styles import (
+    ColumnParallel,
+    LocalStyle,
+    RowParallel,
+    gather_tokens,
+    join_tokens,
+    scatter_sum,
+)
 
 
 class Option(NamedTuple):
@@ -169,3 +183,96 @@ class _Join(torch.autograd.Function):
 def own_tokens(x: Tensor, group: dist.ProcessGroup, axis: int = 1) -> Tensor:
     """Return this rank's share of the tokens along ``axis``."""
     return x.chunk(group.size(), dim=axis)[group.rank()].contiguous()
+
+
+Plan = dict[str, ParallelStyle]
+_OPTION = Option("sequence_parallel=True", "Use sequence_parallel=False")
+_WAY_OUT = _OPTION.way_out
+# Parts of modules' names by which attention to another sequence is recognised.
+_OTHER_SEQUENCE = ("cross", "encoder_attn", "EncDecAttention")
+
+
+def plan_on_shares(model: nn.Module, blocks: Mapping[str, nn.Module], plan: Plan) -> Plan:
+    """Return a plan whose layers communicate as they must where each rank has its share of the tokens of blocks.
+
+    The first block of a stack takes its rank's tokens, and the last one gathers those of all ranks. In between,
+    attention and the column-parallel layers of MLPs gather them, and row-parallel layers sum and scatter, so that as
+    much is communicated as without it.
+
+    Args:
+        model: the model, before it is split.
+        blocks: qualified name → block, in the order in which they run.
+        plan: module name → style.
+
+    Raises:
+        ValueError: a block has a layer that may need all tokens, or that splits in torch's own way.
+
+    Source:
+        Korthikanti et al. 2022, "Reducing Activation Recomputation", https://arxiv.org/abs/2205.05198, section 4.2.2.
+    """
+    stacks_of(model, blocks, _OPTION)
+    for name, block in blocks.items():
+        _refuse_mixing(name, block, plan)
+    attentions = find_attentions(blocks)
+    inside = tuple(f"{name}." for name in blocks)
+    chosen: Plan = {}
+    for name, style in plan.items():
+        chosen[name] = style = copy.copy(style)
+        if not name.startswith(inside):
+            continue
+        if isinstance(style, ColumnParallel):
+            # Attention, which reads the number of tokens from its inputs, gathers them before its layers.
+            style.enter = None if is_inside(name, attentions) else join_tokens
+        elif isinstance(style, RowParallel):
+            style.leave = scatter_sum
+    return chosen
+
+
+def divide_tokens_(model: nn.Module, blocks: Mapping[str, nn.Module], group: dist.ProcessGroup) -> None:
+    """Register the hooks at the borders of the stacks, and before attention; call it before layers are split."""
+
+    def gather(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return replace_hidden(args, kwargs, lambda hidden: join_tokens(hidden, group))
+
+    for attention in find_attentions(blocks).values():
+        attention.register_forward_pre_hook(gather, with_kwargs=True)
+    for stack in stacks_of(model, blocks, _OPTION):
+        HiddenStates(group, _OPTION).divide_(stack)
+
+
+def find_attentions(blocks: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Return the attention modules of blocks, by qualified name; they are recognised before they are split."""
+    found: dict[str, nn.Module] = {}
+    for prefix, block in blocks.items():
+        for name, module in block.named_modules(prefix=prefix):
+            if is_attention(module):
+                found[name] = module
+    return found
+
+
+def _refuse_mixing(prefix: str, block: nn.Module, plan: Plan) -> None:
+    """Refuse a block with a layer that is neither split nor a norm, since it may need the tokens of other ranks."""
+    for name, style in plan.items():
+        if name.startswith(f"{prefix}.") and not isinstance(style, LocalStyle):
+            what = f"sequence_parallel=True with the style {type(style).__name__} of '{name}'"
+            why = "torch's own styles divide sequences in their own way"
+            raise ValueError(explain(what, why, "Give 'colwise' and 'rowwise' in tensor_plan"))
+    for name, module in block.named_modules(prefix=prefix):
+        what = f"sequence_parallel=True with '{name}' ({type(module).__name__})"
+        if module is block and is_attention(block):
+            raise ValueError(explain(what, "attention is not a module of its own, which would gather tokens", _WAY_OUT))
+        if getattr(module, "relative_attention", False):
+            raise ValueError(explain(what, "attention reads embeddings of positions besides its tokens", _WAY_OUT))
+        if any(word in name.rpartition(".")[2] for word in _OTHER_SEQUENCE):
+            raise ValueError(explain(what, "it attends to another sequence, of which ranks have all tokens", _WAY_OUT))
+        inside = name in plan or is_inside(name, plan)
+        if not inside and not _is_norm(module) and has_parameters(module, recurse=False):
+            why = "it is neither split nor a norm over features, and may need the tokens of other ranks"
+            raise ValueError(explain(what, why, _WAY_OUT))
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """Return whether a layer normalizes or scales each token by itself."""
+    over_tokens = (nn.GroupNorm, nn.modules.batchnorm._NormBase)
+    named = any(word in type(module).__name__.lower() for word in ("norm", "layerscale"))
+    return named and not isinstance(module, over_tokens) and all(p.ndim == 1 for p in module.parameters())
