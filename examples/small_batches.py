@@ -36,15 +36,17 @@ def list_batches(task: str, net: nn.Module) -> list[Way]:
     text: Way = "text", functools.partial(text_batch, task, net)
     alone: list[Way] = []
     mixed: list[Way] = []
+    bare: list[Way] = []  # without sizes and masks
     for word, several in layouts.items():
         for layout in several:
             alone.append((word, functools.partial(media_batch, task, net, layout)))
             mixed.append((f"text and {word}", functools.partial(mixed_batch, task, net, layout)))
-    if task == "vision-language":
-        return [*mixed, *alone, text]
+            bare.append((f"text and {word}", functools.partial(mixed_batch, task, net, layout, is_bare=True)))
+    if "input_ids" not in names:
+        return alone
     if task in ("images", "sound", "speech"):
-        return [*alone, *mixed, text]
-    return [text, *mixed]
+        return [*alone, *mixed, *bare, text]
+    return [*mixed, *bare, text] if task == "vision-language" else [text, *mixed, *bare]
 
 
 def text_batch(task: str, net: Any, before: int = 0, token: int = 0) -> Batch:
@@ -71,7 +73,7 @@ def media_batch(task: str, net: Any, layout: Layout) -> Batch:
     return {**batch, "labels": text_batch(task, net)["labels"]}
 
 
-def mixed_batch(task: str, net: Any, layout: Layout) -> Batch:
+def mixed_batch(task: str, net: Any, layout: Layout, is_bare: bool = False) -> Batch:
     """Return texts with an image or sound in each."""
     word = "image" if layout.word == "images" else "audio"
     token = next(
@@ -82,19 +84,22 @@ def mixed_batch(task: str, net: Any, layout: Layout) -> Batch:
         ),
         3,
     )
-    text = text_batch(task, net, count_features(net, word, layout), token)
+    text = text_batch(task, net, count_features(net, word, layout, is_bare), token)
     ids = text["input_ids"]
+    if is_bare:
+        return {**text, layout.name: layout.values}
     return {**text, layout.name: layout.values, **extra_inputs(net, layout, ids, ids == token)}
 
 
-def count_features(net: Any, word: str, layout: Layout) -> int:
+def count_features(net: Any, word: str, layout: Layout, is_bare: bool) -> int:
     """Return how many tokens of a row a model replaces by features of its image or sound."""
     owners = [getattr(net, "model", None), net]
     names = [f"get_{word}_features", f"get_{word}_embeds"]
     found = [getattr(owner, name) for owner in owners for name in names if hasattr(owner, name)]
     if not found:
         return 0
-    inputs = {layout.name: layout.values, **extra_inputs(net, layout, None, None)}
+    extra = {} if is_bare else extra_inputs(net, layout, None, None)
+    inputs = {layout.name: layout.values, **extra}
     taken = set(inspect.signature(found[0]).parameters)
     features: Any = found[0](**{name: values for name, values in inputs.items() if name in taken})
     features = getattr(features, "pooler_output", features)
@@ -161,9 +166,10 @@ def image_layouts(net: Any, names: set[str]) -> list[Layout]:
     times = first_number(config, "^temporal_patch_size$", 1)
     sides = dict.fromkeys((first_number(config, "image_size|img_size", 32), 32, 64))
     layouts: list[Layout] = []
+    tiles = first_number(config, "^max_num_tiles$", 1)
     for side in sides:
         pixels = channels, side, side
-        shapes = [(ROWS, *pixels), (ROWS, 1, *pixels), (ROWS, 2, *pixels), (ROWS, 1, 1, *pixels)]
+        shapes = [(ROWS, *pixels), (ROWS, 1, *pixels), (ROWS, 2, *pixels), (ROWS, 1, tiles, *pixels)]
         layouts.extend(Layout("images", name, _random(shape), side) for shape in shapes)
     of_patch = channels * patch * patch
     coordinates = torch.cartesian_prod(torch.arange(GRID), torch.arange(GRID)).repeat(ROWS, 1, 1)

@@ -18,7 +18,7 @@ from transformers.models.auto import configuration_auto, modeling_auto
 
 from examples.small_batches import WORDS, Batch, list_batches
 
-SEARCH_S = 12
+SEARCH_S = 15  # of the processor, for one class
 TASKS = {
     "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
     "masked": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
@@ -28,10 +28,12 @@ TASKS = {
     "sound": "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES",
     "speech": "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
 }
+LARGE = 2**20
 # Names of numbers in configurations → small values; the first that matches counts.
 SMALL = {
     r"(image|audio)_token_(id|index)": 3,
-    r"feat_extract|conv_(dim|stride|kernel)": 2**20,  # of one length, and small
+    r"feat_extract|conv_(dim|stride|kernel)": LARGE,  # of one length, and small
+    r"tokens_per_image|soft_tokens": 4,
     r"per_tok|top_?k|num_selected|moe_k": 2,
     r"vocab|num_embeddings$|num_tokens$": WORDS,
     r"^num_labels$": 3,
@@ -58,13 +60,22 @@ GIVEN: dict[str, Any] = {
     "axial_pos_embds_dim": [16, 16],
     "axial_pos_shape": [4, 4],
     "image_grid_pinpoints": [[32, 32]],
+    "projector_patch_to_query_dict": {16: 4, 64: 4},
     "vocabulary_map": {"<image>": 3, "<|extra_200|>": 4},
 }
+# What stands for None with the change that fills it.
+MISSING: dict[str, Any] = {
+    "layer_types": ["full_attention", "full_attention"],
+    "mlp_layer_types": ["dense", "sparse"],
+}
+ROTATIONS = {"mrope_section": [2, 1, 1], "partial_rotary_factor": 1.0}
+Changes = tuple[tuple[str, Any], ...]
 DEFAULT, FILLED = object(), object()  # as the class has it; a small number in the place of None
 # What is tried one after the other, and in pairs: settings whose names match a pattern have another value.
-CHANGES: tuple[tuple[str, Any], ...] = (
+CHANGES: Changes = (
     ("$^", DEFAULT),
     ("(key_value|kv)_heads", 4),
+    ("^rope_(parameters|scaling)$", ROTATIONS),
     ("", FILLED),
     ("type", DEFAULT),
     ("head_dim|head_size|d_kv", DEFAULT),
@@ -74,7 +85,7 @@ CHANGES: tuple[tuple[str, Any], ...] = (
     ("^is_decoder$", True),
 )
 # Networks for images are small with the widths that they have.
-WIDER: tuple[tuple[str, Any], ...] = (
+WIDER: Changes = (
     ("embed_dim|hidden_(size|dim)|_dim$|channels", DEFAULT),
     ("image_size|patch|stride|kernel", DEFAULT),
     (r"^(?!.*(layers?|blocks?|depths?)$)", DEFAULT),
@@ -99,32 +110,31 @@ def list_classes(task: str) -> Iterator[tuple[str, str]]:
             yield kind, name
 
 
-def small_settings(config: Any, changes: list[tuple[str, Any]]) -> dict[str, Any]:
+def small_settings(config: Any, changes: Changes) -> dict[str, Any]:
     """Return arguments that make a configuration small."""
     chosen: dict[str, Any] = {}
     values = vars(config)
     layers = {value for name, value in values.items() if re.search("layers?$", name) and type(value) is int}
     for name, value in values.items():
+        change = _find_change(name, changes)
         if isinstance(value, transformers.PretrainedConfig):
             chosen[name] = {"model_type": value.model_type, **small_settings(value, changes)}
-        elif name.startswith("_"):
+        elif name.startswith("_") or change is DEFAULT:
             continue
-        elif (change := _find_change(name, changes)) is not None:
-            if change is not DEFAULT:
-                chosen[name] = change
+        elif change is not None:
+            chosen[name] = {**(value or {}), **change} if isinstance(change, dict) else change
         elif name in GIVEN:
             chosen[name] = GIVEN[name]
-        elif value is None:
-            if ("", FILLED) in changes and (small := _small(name, 2**20)) < 2**20:
-                chosen[name] = small
         elif isinstance(value, list) and len(value) in layers - {1, 2}:
             chosen[name] = _of_two_layers(name, value)
-        else:
+        elif value is not None:
             chosen.update(_small_value(name, value, values))
+        elif ("", FILLED) in changes and (small := MISSING.get(name, _small(name, LARGE))) != LARGE:
+            chosen[name] = small
     return chosen
 
 
-def _find_change(name: str, changes: list[tuple[str, Any]]) -> Any:
+def _find_change(name: str, changes: Changes) -> Any:
     found = [value for pattern, value in changes if value is not FILLED and re.search(pattern, name)]
     return found[0] if found else None
 
@@ -152,8 +162,6 @@ def _small_value(name: str, value: Any, values: dict[str, Any]) -> dict[str, Any
         return {name: -1 if isinstance(value, int) else [-1 for _ in value]}
     if isinstance(value, list | tuple) and value and all(type(item) is int for item in value):
         return {name: [_small(name.rstrip("s"), item) for item in value]}
-    if isinstance(value, dict) and "mrope_section" in value:
-        return {name: {**value, "mrope_section": [2, 1, 1]}}
     if isinstance(value, int):
         return {name: _small(name, value)}
     return {}
@@ -170,50 +178,52 @@ def build(task: str, kind: str, name: str) -> Built:
     changes, which = _find_way(task, kind, name)
     net = _make_model(kind, name, changes)
     inputs, make = list_batches(task, net)[which]
-    batch = make()
-    net.zero_grad()
-    return Built(net, batch, inputs)
+    return Built(net, make(), inputs)
 
 
 @functools.cache
-def _find_way(task: str, kind: str, name: str) -> tuple[tuple[tuple[str, Any], ...], int]:
+def _find_way(task: str, kind: str, name: str) -> tuple[Changes, int]:
     """Return the changes of the configuration and the number of the batch with which a model can be trained."""
     errors: list[Exception] = []
-    text_alone: tuple[tuple[tuple[str, Any], ...], int] | None = None
-    deadline = time.monotonic() + SEARCH_S
+    text_alone: list[tuple[Changes, int]] = []
+    takes_media = task in ("vision-language", "speech")
+    deadline = time.process_time() + SEARCH_S
     singles = CHANGES + WIDER if task == "images" else CHANGES
     for changes in [*((change,) for change in singles), *itertools.combinations(singles[1:], 2)]:
-        if time.monotonic() > deadline:
+        if time.process_time() > deadline:
             break
-        try:
-            net = _make_model(kind, name, changes)
-        except Exception as failure:
-            errors.append(failure)
+        which, inputs = _find_batch(task, kind, name, changes, errors)
+        if which is None:
             continue
-        for which, (inputs, make) in enumerate(list_batches(task, net)):
-            if inputs == "text" and text_alone is not None:
-                continue
-            try:
-                _refuse_untrainable(net, make(), inputs)
-            except Exception as failure:
-                errors.append(failure)
-                continue
-            if inputs == "text" and task in (
-                "vision-language",
-                "speech",
-            ):  # images or sounds may be read with other changes
-                text_alone = changes, which
-            else:
-                return changes, which
-    if text_alone is not None:
-        return text_alone
+        if not (takes_media and inputs == "text"):
+            return changes, which
+        text_alone.append((changes, which))  # with other changes it may take images or sounds
+    if text_alone:
+        return text_alone[0]
     raise errors[0]
 
 
-def _make_model(kind: str, name: str, changes: tuple[tuple[str, Any], ...]) -> nn.Module:
+def _find_batch(task: str, kind: str, name: str, changes: Changes, errors: list[Exception]) -> tuple[int | None, str]:
+    """Return the first batch on which a model can be trained, and what it holds; note why others are not."""
+    try:
+        net = _make_model(kind, name, changes)
+    except Exception as error:
+        errors.append(error)
+        return None, ""
+    for which, (inputs, make) in enumerate(list_batches(task, net)):
+        try:
+            refuse_untrainable(net, make(), inputs)
+        except Exception as error:
+            errors.append(error)
+        else:
+            return which, inputs
+    return None, ""
+
+
+def _make_model(kind: str, name: str, changes: Changes) -> nn.Module:
     make_model: Any = getattr(transformers, name)
     make_config: Any = make_model.config_class or configuration_auto.CONFIG_MAPPING[kind]
-    config = make_config(**small_settings(make_config(), list(changes)))
+    config = make_config(**small_settings(make_config(), changes))
     config.use_cache = False
     if getattr(config, "is_encoder_decoder", False):
         for token in ("decoder_start_token_id", "pad_token_id"):
@@ -223,10 +233,10 @@ def _make_model(kind: str, name: str, changes: tuple[tuple[str, Any], ...]) -> n
     return make_model(config).train()
 
 
-def _refuse_untrainable(net: nn.Module, batch: Batch, inputs: str) -> None:
+def refuse_untrainable(net: nn.Module, batch: Batch, inputs: str) -> None:
     """Raise if the loss of a batch is not finite, or if its gradient does not depend on what it holds beside text."""
     before = _gradients(net, batch)
-    media = {name: -values for name, values in batch.items() if values.is_floating_point()}
+    media = {name: values.roll(1, 0) for name, values in batch.items() if values.is_floating_point()}
     if "text and" in inputs and media:
         after = _gradients(net, {**batch, **media})
         if all(torch.equal(values, after[name]) for name, values in before.items()):
@@ -241,6 +251,8 @@ def _gradients(net: nn.Module, batch: Batch) -> dict[str, Tensor]:
     net.zero_grad()
     loss.backward()
     found = {name: value.grad for name, value in net.named_parameters() if value.grad is not None}
+    if not all(gradient.isfinite().all() for gradient in found.values()):
+        raise ValueError("its gradient is not finite")
     net.zero_grad()
     return found
 
