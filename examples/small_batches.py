@@ -76,14 +76,9 @@ def media_batch(task: str, net: Any, layout: Layout) -> Batch:
 def mixed_batch(task: str, net: Any, layout: Layout, is_bare: bool = False) -> Batch:
     """Return texts with an image or sound in each."""
     word = "image" if layout.word == "images" else "audio"
-    token = next(
-        (
-            found
-            for name in (f"{word}_token_id", f"{word}_token_index", f"{word}_patch_id")
-            if isinstance(found := getattr(net.config, name, None), int)
-        ),
-        3,
-    )
+    names = (f"{word}_token_id", f"{word}_token_index", f"{word}_patch_id")
+    given = [getattr(net.config, name, None) for name in names]
+    token = next((value for value in given if isinstance(value, int)), 3)
     text = text_batch(task, net, count_features(net, word, layout, is_bare), token)
     ids = text["input_ids"]
     if is_bare:
@@ -112,40 +107,49 @@ def count_features(net: Any, word: str, layout: Layout, is_bare: bool) -> int:
 
 def extra_inputs(net: Any, layout: Layout, ids: Tensor | None, placed: Tensor | None) -> Batch:
     """Return what else a forward takes about an image or sound: sizes, grids, masks, and where its tokens are."""
-    values, names = layout.values, inspect.signature(net.forward).parameters
-    rows = torch.ones(ROWS, 1, dtype=torch.long)
-    found: Batch = {}
-    if layout.word == "images":
-        grid = rows * torch.tensor([1, GRID, GRID])
-        found = {
-            "image_grid_thw": grid,
-            "image_grid_hw": grid[:, 1:],
-            "spatial_shapes": grid[:, 1:],
-            "target_sizes": grid[:, 1:],
-            "image_sizes": rows * torch.tensor([layout.size, layout.size]),
-            "image_merge_sizes": 2 * rows[:, 0],
-            "num_local_patches": 0 * rows[:, 0],
-            "aspect_ratio_ids": rows,
-            "pixel_attention_mask": torch.ones(_without_channels(values), dtype=torch.long),
-            "high_res_pixel_values": values,
-            "pixel_values_images": values,
-            "image_position_ids": torch.cartesian_prod(torch.arange(GRID), torch.arange(GRID)).repeat(ROWS, 1, 1),
-        }
-        if values.ndim == 6:
-            found["aspect_ratio_mask"] = torch.ones(values.shape[:3], dtype=torch.long)
-    else:
-        for name in ("input_features_mask", "feature_attention_mask"):
-            found[name] = torch.ones(ROWS, layout.size, dtype=torch.long)
+    found = _about_images(layout) if layout.word == "images" else _about_sounds(layout)
     if ids is not None and placed is not None:
-        for name in ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids"):
-            found[name] = placed.long()
-        found["qformer_input_ids"] = ids
-        found["bbox"] = torch.zeros(*ids.shape, 4, dtype=torch.long)
-        found["image_attention_mask"] = torch.ones(*ids.shape, 1, dtype=torch.long)
-        found["image_embeds_position_mask"] = placed
-        if values.ndim == 6:
-            found["cross_attention_mask"] = torch.ones(*ids.shape, *values.shape[1:3], dtype=torch.long)
+        found.update(_about_places(layout, ids, placed))
+    names = inspect.signature(net.forward).parameters
     return {name: given for name, given in found.items() if name in names}
+
+
+def _about_images(layout: Layout) -> Batch:
+    values, rows = layout.values, torch.ones(ROWS, 1, dtype=torch.long)
+    grid = rows * torch.tensor([1, GRID, GRID])
+    found = {
+        "image_grid_thw": grid,
+        "image_grid_hw": grid[:, 1:],
+        "spatial_shapes": grid[:, 1:],
+        "target_sizes": grid[:, 1:],
+        "image_sizes": rows * torch.tensor([layout.size, layout.size]),
+        "image_merge_sizes": 2 * rows[:, 0],
+        "num_local_patches": 0 * rows[:, 0],
+        "aspect_ratio_ids": rows,
+        "pixel_attention_mask": torch.ones(_without_channels(values), dtype=torch.long),
+        "high_res_pixel_values": values,
+        "pixel_values_images": values,
+        "image_position_ids": torch.cartesian_prod(torch.arange(GRID), torch.arange(GRID)).repeat(ROWS, 1, 1),
+    }
+    if values.ndim == 6:
+        found["aspect_ratio_mask"] = torch.ones(values.shape[:3], dtype=torch.long)
+    return found
+
+
+def _about_sounds(layout: Layout) -> Batch:
+    mask = torch.ones(ROWS, layout.size, dtype=torch.long)
+    return dict.fromkeys(("input_features_mask", "feature_attention_mask"), mask)
+
+
+def _about_places(layout: Layout, ids: Tensor, placed: Tensor) -> Batch:
+    found = {name: placed.long() for name in ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids")}
+    found["qformer_input_ids"] = ids
+    found["bbox"] = torch.zeros(*ids.shape, 4, dtype=torch.long)
+    found["image_attention_mask"] = torch.ones(*ids.shape, 1, dtype=torch.long)
+    found["image_embeds_position_mask"] = placed
+    if layout.values.ndim == 6:
+        found["cross_attention_mask"] = torch.ones(*ids.shape, *layout.values.shape[1:3], dtype=torch.long)
+    return found
 
 
 def _without_channels(values: Tensor) -> torch.Size:
