@@ -88,7 +88,7 @@ CHANGES: Changes = (
 WIDER: Changes = (
     ("embed_dim|hidden_(size|dim)|_dim$|channels", DEFAULT),
     ("image_size|patch|stride|kernel", DEFAULT),
-    (r"^(?!.*(layers?|blocks?|depths?)$)", DEFAULT),
+    (r"^(?!.*drop)(?!.*(layers?|blocks?|depths?)$)", DEFAULT),
 )
 
 
