@@ -1,21 +1,21 @@
 """Train every class of the installed transformers that can be built small, with techniques and without them.
 
-Run as ``python examples/transformers_classes.py examples/results/transformers_classes_cpu.json``. Each class runs in a
-process of its own, with a small configuration that is derived from its default one: few layers, heads and words, and no
-dropout. The weights after two steps of SGD are compared with those of a plain run. LoRA is compared with an
-independent one, of ``torch.nn.utils.parametrize``; that on a 4-bit base with the same on the dequantized weights.
-``--task`` and ``--only`` select classes, and an existing file is completed.
+Run as ``python -m examples.transformers_classes examples/results/transformers_classes_cpu.json``. Each class runs in a
+process of its own, with the model and batch of :mod:`examples.small_transformers`. The weights after two steps of SGD
+are compared with those of a plain run. LoRA is compared with an independent one, of ``torch.nn.utils.parametrize``;
+that on a 4-bit base with the same on the dequantized weights. ``--task`` and ``--only`` select classes, and an existing
+file is completed; ``--again`` repeats what was not built, or had text alone beside images
+or sounds.
 """
 
 import argparse
-import inspect
 import json
 import multiprocessing
 import re
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -28,171 +28,35 @@ import transformers
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils.data import DataLoader
-from transformers.models.auto import configuration_auto, modeling_auto
 from transformers.pytorch_utils import Conv1D
 
 import lightning_fasttrain as ft
+from examples.small_batches import ROWS, Batch
+from examples.small_transformers import TASKS, build, list_classes, loss_of
 from lightning_fasttrain.core.device import hardware
 from lightning_fasttrain.core.files import write_atomic
 
-WORDS, LENGTH, ROWS, RANK = 99, 12, 6, 2
+RANK = 2
 PER_CLASS_S = 240
-TASKS = {
-    "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
-    "masked": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
-    "sequence to sequence": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
-    "vision-language": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
-    "images": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
-    "sound": "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES",
-    "speech": "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
-}
 OF_TEXT = ("causal", "masked", "sequence to sequence", "vision-language", "speech")
-# Names of numbers in configurations → small values; the first that matches counts.
-SMALL = {
-    r"feat_extract|conv_(dim|stride|kernel)": 2**20,  # of one length, and small
-    r"per_tok|top_?k|num_selected|moe_k": 2,
-    r"vocab|num_embeddings$|num_tokens$": WORDS,
-    r"^num_labels$": 3,
-    r"(key_value|kv)_heads|num_key_value|multi_query_group": 2,
-    r"head_dim|d_kv|kv_channels|attention_head_size|dim_head|head_size|qk_\w*dim|v_dim|rotary_dim": 8,
-    r"heads?$|heads?_\w*$|n_heads?|num_attention_head": 4,
-    r"(layers?|blocks?|depth|_layer)$|num_hidden_layers|n_layers?|layers?_\w*num": 2,
-    r"intermediate|ffn|d_ff|mlp_dim|n_inner|inner_dim|feed_forward|mlp_hidden|d_inner": 64,
-    r"lora_rank|low_rank|lora_dim": 8,
-    r"experts?$|num_(local|routed|shared)?_?experts|expert_num": 4,
-    r"n_group|topk_group|num_groups|n_groups|num_group": 1,
-    r"hidden_size|hidden_dim|d_model|n_embd|embed_dim|embedding_size|^dim$|width|channels?$|_dim$|hidden": 32,
-    r"position|n_ctx|max_seq|max_length|seq_len|source|target|context_length|window": 64,
-    r"image_size|input_size|img_size": 32,
-    r"patch_size|patch_stride": 8,
-    r"num_mel_bins|feature_size|num_mel": 16,
-}
-# What is tried one after the other: settings whose names match a pattern have another value, or their default.
-CHANGES: tuple[tuple[str, int | None], ...] = (
-    ("$^", None),
-    ("(key_value|kv)_heads", 4),
-    ("type", None),
-    ("head_dim|head_size|d_kv", None),
-    ("head_?dim|d_head", 16),
-    ("heads", None),
-    ("hidden_size_per_layer", 0),
-)
-SETTINGS: dict[str, Callable[[], list[Any]]] = {
-    "fused head": lambda: [ft.FusedLossHead()],
-    "micro-batches": lambda: [ft.MicroBatching(3)],
-    "recomputed": lambda: [ft.ActivationCheckpointing()],
-    "LoRA": lambda: [ft.LoRA(rank=RANK)],
-    "LoRA on 4 bits": lambda: [ft.QLoRA(rank=RANK)],
+SETTINGS: dict[str, Callable[[Batch], list[Any]]] = {
+    "fused head": lambda batch: [ft.FusedLossHead()],
+    "micro-batches": lambda batch: [ft.MicroBatching(3, split=None if has_rows(batch) else split_patches)],
+    "recomputed": lambda batch: [ft.ActivationCheckpointing()],
+    "LoRA": lambda batch: [ft.LoRA(rank=RANK)],
+    "LoRA on 4 bits": lambda batch: [ft.QLoRA(rank=RANK)],
 }
 
 
-def list_classes(task: str) -> Iterator[tuple[str, str]]:
-    """Return the classes with the first type of model of each."""
-    seen: set[str] = set()
-    for kind, names in getattr(modeling_auto, TASKS[task]).items():
-        name = names[0] if isinstance(names, tuple | list) else names
-        if name not in seen:
-            seen.add(name)
-            yield kind, name
+def has_rows(batch: Batch) -> bool:
+    return all(len(values) == ROWS for values in batch.values())
 
 
-def small_settings(config: Any) -> dict[str, Any]:
-    """Return arguments that make a configuration small."""
-    chosen: dict[str, Any] = {}
-    for name, value in vars(config).items():
-        if isinstance(value, transformers.PretrainedConfig):
-            chosen[name] = small_settings(value)
-        elif name.startswith("_") or isinstance(value, bool):
-            continue
-        elif name.endswith("token_id") and isinstance(value, int):
-            chosen[name] = value if value < WORDS else 3 + value % 7
-        elif isinstance(value, float) and re.search("drop|jitter|noise|mask_\\w*prob", name):
-            chosen[name] = 0.0
-        elif name in ("layer_types", "layers_block_type") and isinstance(value, list):
-            chosen[name] = list(dict.fromkeys(value))[:2] if len(set(value)) > 1 else value[:2]
-        elif isinstance(value, list | tuple) and value and all(type(item) is int for item in value):
-            chosen[name] = [_small(name.rstrip("s"), item) for item in value]
-        elif isinstance(value, int):
-            chosen[name] = _small(name, value)
-    return chosen
-
-
-def _small(name: str, value: int) -> int:
-    if value < 2:
-        return value
-    return next((min(value, small) for pattern, small in SMALL.items() if re.search(pattern, name)), value)
-
-
-def _change(settings: dict[str, Any], pattern: str, value: int | None) -> dict[str, Any]:
-    """Return settings in which those of some names have another value, or are left out."""
-    changed: dict[str, Any] = {}
-    for name, given in settings.items():
-        if isinstance(given, dict):
-            changed[name] = _change(given, pattern, value)
-        elif not re.search(pattern, name):
-            changed[name] = given
-        elif value is not None:
-            changed[name] = value
-    return changed
-
-
-def build(task: str, kind: str, name: str) -> nn.Module:
-    """Build a small model of a class, or raise the error of the last way that was tried."""
-    make_model: Any = getattr(transformers, name)
-    make_config: Any = make_model.config_class or configuration_auto.CONFIG_MAPPING[kind]
-    settings = small_settings(make_config())
-    error: Exception | None = None
-    for change in CHANGES:
-        try:
-            config = make_config(**_change(settings, *change))
-            config.use_cache = False
-            if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
-                config.decoder_start_token_id = 0
-            torch.manual_seed(0)
-            model = make_model(config).train()
-            loss = loss_of(model, make_batch(task, model))
-            if not loss.isfinite():
-                raise ValueError(f"its loss is {loss.item()}")
-            loss.backward()
-            model.zero_grad()
-            return model
-        except Exception as failure:
-            error = failure
-    assert error is not None
-    raise error
-
-
-def make_batch(task: str, model: Any) -> dict[str, Tensor]:
-    """Return a batch of texts that are padded on the right, of images, or of sounds."""
-    generator, config = torch.Generator().manual_seed(0), model.config
-    names = inspect.signature(model.forward).parameters
-    batch: dict[str, Tensor] = {}
-    if task == "images":
-        sizes = [getattr(part, "image_size", None) for part in (config, getattr(config, "backbone_config", None))]
-        side = next((size for size in sizes if isinstance(size, int)), 32)
-        batch["pixel_values"] = torch.randn(ROWS, getattr(config, "num_channels", 3), side, side, generator=generator)
-        return {**batch, "labels": torch.arange(ROWS) % config.num_labels}
-    if task in ("sound", "speech"):
-        if "input_features" in names:
-            bins = getattr(config, "num_mel_bins", None) or getattr(config, "feature_size", 16)
-            shape = (ROWS, bins, 2 * getattr(config, "max_source_positions", 32))
-            batch["input_features"] = torch.randn(shape, generator=generator)
-        else:
-            batch["input_values"] = torch.randn(ROWS, 1600, generator=generator)
-    if task == "sound":
-        return {**batch, "labels": torch.arange(ROWS) % config.num_labels}
-    tokens = torch.randint(20, WORDS, (ROWS, LENGTH), generator=generator)
-    lengths = torch.tensor([12, 7, 9, 12, 5, 8])
-    mask = (torch.arange(LENGTH) < lengths[:, None]).long()
-    labels = tokens.masked_fill(mask == 0, -100)
-    if task == "speech":
-        return {**batch, "labels": labels}
-    pad = getattr(config.get_text_config(), "pad_token_id", None) or 0
-    return {"input_ids": tokens.masked_fill(mask == 0, pad), "attention_mask": mask, "labels": labels}
-
-
-def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    return model(**batch).loss
+def split_patches(batch: Batch, n: int) -> list[Batch]:
+    """Split a batch in which all images have as many patches, which are rows of one tensor."""
+    n = min(n, len(batch["labels"]))
+    parts = zip(*(values.chunk(n) for values in batch.values()), strict=True)
+    return [dict(zip(batch, part, strict=True)) for part in parts]
 
 
 class Module(L.LightningModule):
@@ -202,7 +66,7 @@ class Module(L.LightningModule):
         super().__init__()
         self.net = net
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         return loss_of(self.net, batch)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -210,9 +74,8 @@ class Module(L.LightningModule):
         return torch.optim.SGD(trained, lr=0.05)
 
 
-def fit(net: nn.Module, batch: dict[str, Tensor], callbacks: list[Any]) -> dict[str, Tensor]:
+def fit(net: nn.Module, batch: Batch, callbacks: list[Any]) -> dict[str, Tensor]:
     """Train for two steps, and return what was trained."""
-    rows = [{name: values[row] for name, values in batch.items()} for row in range(ROWS)] * 2
     trainer = L.Trainer(
         max_epochs=1,
         accelerator="cpu",
@@ -233,7 +96,7 @@ def fit(net: nn.Module, batch: dict[str, Tensor], callbacks: list[Any]) -> dict[
 
     trainer.callbacks.insert(0, Keep())  # before techniques are undone
     torch.manual_seed(1)
-    trainer.fit(module, DataLoader(rows, batch_size=ROWS))
+    trainer.fit(module, DataLoader([batch, batch], batch_size=None))
     return found
 
 
@@ -315,18 +178,17 @@ class KeepAdapted(L.Callback):
 
 def compare(task: str, kind: str, name: str, setting: str, plain: dict[str, Tensor]) -> dict[str, Any]:
     """Return the largest difference from the reference relative to the largest step, or why there is none."""
-    callbacks = SETTINGS[setting]()
-    net = build(task, kind, name)
-    batch = make_batch(task, net)
+    net, batch, _ = build(task, kind, name)
+    callbacks = SETTINGS[setting](batch)
     if "LoRA" in setting:
-        reference = KeepAdapted(build(task, kind, name))
+        reference = KeepAdapted(build(task, kind, name).net)
         found = fit(net, batch, [*callbacks, reference])
         trained = fit(reference.net, batch, [])
         expected = {ours: trained[theirs] for ours, theirs in reference.names.items()}
         before = {ours: torch.zeros(()) for ours in expected if "lora_B" in ours}
     else:
         expected, found = plain, fit(net, batch, callbacks)
-        start = {f"net.{key}": value.detach() for key, value in build(task, kind, name).named_parameters()}
+        start = {f"net.{key}": value.detach() for key, value in build(task, kind, name).net.named_parameters()}
         before = {key: start[key] for key in expected}
     missing = sorted(set(expected) - set(found))
     if missing:
@@ -348,20 +210,20 @@ def scan_class(task: str, kind: str, name: str, send: Any) -> None:
     """Send the rows of one class, as they become known."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    try:
-        net = build(task, kind, name)
-    except Exception as error:
-        send.send(("not built", f"{type(error).__name__}: {error}".splitlines()[0][:200]))
-        return
     plain: dict[str, Tensor] = {}
     try:
-        plain = fit(net, make_batch(task, net), [])
-        again = fit(build(task, kind, name), make_batch(task, net), [])
-        apart = max((again[key] - value).abs().max().item() for key, value in plain.items())
-        send.send(("plain", {"difference": apart}))
+        net, batch, inputs = build(task, kind, name)
+        plain = fit(net, batch, [])
+        if not all(values.isfinite().all() for values in plain.values()):
+            raise ValueError("its weights are not finite after two steps")
+        again = fit(build(task, kind, name).net, batch, [])
     except Exception as error:
-        send.send(("plain", explain_failure(error)))
+        text = " ".join(str(error).split())  # some begin with an empty line
+        send.send(("not built", f"{type(error).__name__}: {text}"[:200]))
         return
+    apart = max((again[key] - value).abs().max().item() for key, value in plain.items())
+    send.send(("inputs", inputs))
+    send.send(("plain", {"difference": apart}))
     for setting in SETTINGS:
         if setting == "fused head" and task not in OF_TEXT:
             continue
@@ -393,6 +255,12 @@ def run_class(task: str, kind: str, name: str) -> dict[str, Any]:
     return rows
 
 
+def may_be_more(task: str, rows: dict[str, Any]) -> bool:
+    """Return whether a class was not built, or was given text though it reads images or sounds."""
+    has_text_alone = rows.get("inputs", "text") == "text"
+    return "plain" not in rows or (task in ("vision-language", "speech") and has_text_alone)
+
+
 def is_right(row: dict[str, Any]) -> bool:
     apart, moved = row.get("difference", 1.0), row.get("moved", 0.0)
     return apart <= 1e-3 * moved or (apart <= 1e-5 and moved >= 1e-4)
@@ -416,6 +284,7 @@ def main() -> None:
     parser.add_argument("output", type=Path)
     parser.add_argument("--task", choices=TASKS, action="append")
     parser.add_argument("--only", help="a pattern of the names of classes")
+    parser.add_argument("--again", action="store_true", help="repeat what is not built or has text alone")
     args = parser.parse_args()
     torch.set_num_threads(1)
     known = json.loads(args.output.read_text())["classes"] if args.output.exists() else {}
@@ -424,7 +293,7 @@ def main() -> None:
             key = f"{task}: {name}"
             if args.only and not re.search(args.only, name):
                 continue
-            if key in known and not args.only:
+            if key in known and not args.only and not (args.again and may_be_more(task, known[key])):
                 continue
             known[key] = run_class(task, kind, name)
             print(key, json.dumps(known[key]), flush=True)
