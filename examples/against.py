@@ -35,9 +35,9 @@ from lightning_fasttrain.bench.ladder.preflight import fast_bf16
 from lightning_fasttrain.bench.ladder.results import refuse_non_finite
 from lightning_fasttrain.bench.ladder.turns import without_paths
 from lightning_fasttrain.bench.ladder.worker import Recorder
+from lightning_fasttrain.core.atomic_write import write_atomic
 from lightning_fasttrain.core.checks import one_of, positive_int
 from lightning_fasttrain.core.device import Neighbours, hardware, package_version, versions
-from lightning_fasttrain.core.files import write_atomic
 from lightning_fasttrain.core.messages import explain
 
 

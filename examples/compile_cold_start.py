@@ -24,8 +24,8 @@ import torch
 
 from lightning_fasttrain.bench.gpt import GPTConfig, GPTModule, size_named
 from lightning_fasttrain.bench.ladder.turns import without_paths
+from lightning_fasttrain.core.atomic_write import write_atomic
 from lightning_fasttrain.core.device import hardware, versions
-from lightning_fasttrain.core.files import write_atomic
 from lightning_fasttrain.model import compile_blocks_
 
 KINDS = ("blocks", "whole")

@@ -22,8 +22,8 @@ import lightning_fasttrain as ft
 from lightning_fasttrain.bench import batches, encode_text, read_text
 from lightning_fasttrain.bench.gpt import GPTConfig, GPTModule
 from lightning_fasttrain.bench.ladder.turns import without_paths
+from lightning_fasttrain.core.atomic_write import write_atomic
 from lightning_fasttrain.core.device import hardware, versions
-from lightning_fasttrain.core.files import write_atomic
 
 CONFIG = GPTConfig(context=64, layers=2, heads=4, width=64)
 TEXTS, MICRO_BATCHES, DECAY = 8, 4, 0.98

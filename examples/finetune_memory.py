@@ -23,8 +23,8 @@ from rich.table import Table
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lightning_fasttrain as ft
+from lightning_fasttrain.core.atomic_write import write_atomic
 from lightning_fasttrain.core.device import package_version, versions
-from lightning_fasttrain.core.files import write_atomic
 
 GIB = 2**30
 LLAMA = {"vocab_size": 128_256, "num_key_value_heads": 8}

@@ -32,8 +32,8 @@ from foreign_settings import SETTINGS, nano
 from torch.utils.data import DataLoader, default_collate
 
 import lightning_fasttrain as ft
+from lightning_fasttrain.core.atomic_write import write_atomic
 from lightning_fasttrain.core.device import hardware, versions
-from lightning_fasttrain.core.files import write_atomic
 
 # Bounds of the relative difference of weights in float64; 0.0 is bit for bit. Losses of transformers are in float32
 # even in float64, and the fused one is not.

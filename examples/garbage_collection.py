@@ -25,8 +25,8 @@ from torch.utils.data import DataLoader
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.bench.gpt import GPTConfig, GPTModule
+from lightning_fasttrain.core.atomic_write import write_atomic
 from lightning_fasttrain.core.device import hardware, versions
-from lightning_fasttrain.core.files import write_atomic
 
 WARMUP = 20
 KINDS = ("as it comes", "GarbageCollection")

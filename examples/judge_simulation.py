@@ -27,7 +27,7 @@ from pathlib import Path
 
 from lightning_fasttrain.bench.ladder.results import TIME_WORTH, Row, judge_row
 from lightning_fasttrain.bench.ladder.turns import TimeLeft, Turns
-from lightning_fasttrain.core.files import write_atomic
+from lightning_fasttrain.core.atomic_write import write_atomic
 
 MACHINES = ("quiet", "drift", "bursts", "frequency", "tails", "all")
 RUNGS = 8

@@ -30,8 +30,8 @@ from pathlib import Path
 import torch
 from killed_training import KINDS, REPLICATED, STRATEGIES, WINDOW, Fault, differences, train, trained, without
 
+from lightning_fasttrain.core.atomic_write import write_atomic
 from lightning_fasttrain.core.device import hardware, versions
-from lightning_fasttrain.core.files import write_atomic
 from lightning_fasttrain.strategy.zero.zero_engine import import_deepspeed
 
 FAULTS_OF_A_RUN = 10

@@ -25,8 +25,8 @@ from lightning.fabric.utilities import move_data_to_device
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.bench.ladder.turns import without_paths
+from lightning_fasttrain.core.atomic_write import write_atomic
 from lightning_fasttrain.core.device import hardware, versions
-from lightning_fasttrain.core.files import write_atomic
 
 MODELS = {
     "GPT nano": reference_models.gpt("nano", batch=8),

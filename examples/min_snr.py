@@ -21,8 +21,8 @@ from small_nets import DiffusionUNet
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.bench.ladder.turns import without_paths
+from lightning_fasttrain.core.atomic_write import write_atomic
 from lightning_fasttrain.core.device import hardware, versions
-from lightning_fasttrain.core.files import write_atomic
 
 SIDE, WIDTH, BATCH, DRAWN, TIMES = 16, 16, 32, 512, 1000
 GAMMA, SIZES = 5.0, (11, 12, 13, 14)

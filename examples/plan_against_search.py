@@ -20,8 +20,8 @@ import reference_models
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.bench.ladder.turns import without_paths
+from lightning_fasttrain.core.atomic_write import write_atomic
 from lightning_fasttrain.core.device import hardware, versions
-from lightning_fasttrain.core.files import write_atomic
 from lightning_fasttrain.core.messages import log
 from lightning_fasttrain.planner.candidates import find_axes
 from lightning_fasttrain.planner.timing import Stopwatch

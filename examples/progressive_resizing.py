@@ -26,8 +26,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.bench.ladder.turns import without_paths
+from lightning_fasttrain.core.atomic_write import write_atomic
 from lightning_fasttrain.core.device import hardware, versions
-from lightning_fasttrain.core.files import write_atomic
 
 SIDE, WIDTH, BATCH = 64, 32, 62
 

@@ -30,9 +30,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lightning_fasttrain as ft
 from lightning_fasttrain.bench import GPTConfig, GPTModule
 from lightning_fasttrain.bench.ladder.turns import without_paths
+from lightning_fasttrain.core.atomic_write import write_atomic
 from lightning_fasttrain.core.device import hardware, versions
 from lightning_fasttrain.core.distributed import gather, pack
-from lightning_fasttrain.core.files import write_atomic
 
 REQUESTS = ("set", "get", "add", "wait", "check", "delete_key", "compare_set", "append", "multi_get", "multi_set")
 

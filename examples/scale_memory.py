@@ -35,8 +35,8 @@ import lightning_fasttrain as ft
 from lightning_fasttrain.bench import GPTConfig, GPTModule
 from lightning_fasttrain.bench.gpt import Specimen
 from lightning_fasttrain.bench.ladder.turns import without_paths
+from lightning_fasttrain.core.atomic_write import write_atomic
 from lightning_fasttrain.core.device import hardware, versions
-from lightning_fasttrain.core.files import write_atomic
 
 WORLDS, MEASURED = (2, 4, 8, 64, 1024), (2, 4)
 STEPS = 3  # measured, after two others

@@ -22,9 +22,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.bench.ladder.turns import without_paths
+from lightning_fasttrain.core.atomic_write import write_atomic
 from lightning_fasttrain.core.checks import require
 from lightning_fasttrain.core.device import versions
-from lightning_fasttrain.core.files import write_atomic
 from lightning_fasttrain.estimate import find_accelerator, palm_flops_per_token
 
 LENGTH, VOCABULARY, KV_HEADS = 8192, 128256, 8

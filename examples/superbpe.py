@@ -28,8 +28,8 @@ import lightning_fasttrain as ft
 from lightning_fasttrain.bench import batches, read_text
 from lightning_fasttrain.bench.gpt import GPTConfig, GPTModule
 from lightning_fasttrain.bench.ladder.turns import without_paths
+from lightning_fasttrain.core.atomic_write import write_atomic
 from lightning_fasttrain.core.device import hardware, versions
-from lightning_fasttrain.core.files import write_atomic
 
 LONGEST = 4  # tokens of the first stage in a superword
 LETTERS = 0xF0000  # a plane of Unicode for private use: one letter for each token of the first stage

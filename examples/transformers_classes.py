@@ -33,8 +33,8 @@ from transformers.pytorch_utils import Conv1D
 import lightning_fasttrain as ft
 from examples.small_batches import ROWS, Batch
 from examples.small_transformers import TASKS, build, list_classes, loss_of
+from lightning_fasttrain.core.atomic_write import write_atomic
 from lightning_fasttrain.core.device import hardware
-from lightning_fasttrain.core.files import write_atomic
 
 RANK = 2
 PER_CLASS_S = 240

@@ -28,8 +28,8 @@ import lightning_fasttrain as ft
 from lightning_fasttrain.bench.ladder.results import Climbed
 from lightning_fasttrain.checkpoint.checkpoint_folder import MANIFEST, _sum, checkpoint_folder, verify_checkpoint
 from lightning_fasttrain.checkpoint.newest_checkpoint import facts_of
+from lightning_fasttrain.core.atomic_write import write_atomic
 from lightning_fasttrain.core.device import versions
-from lightning_fasttrain.core.files import write_atomic
 from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import INDEX, REST
 from lightning_fasttrain.strategy.fsdp2.sharded_optimizer import named_state
 from tests.support import mutations

@@ -23,7 +23,7 @@ from torch import nn
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.checkpoint.checkpoint_folder import MANIFEST, _sum, checkpoint_folder, verify_checkpoint
-from lightning_fasttrain.core.files import CorruptCheckpoint
+from lightning_fasttrain.core.safe_load import CorruptCheckpoint
 from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import INDEX, REST
 from lightning_fasttrain.strategy.fsdp2.sharded_optimizer import named_state
 

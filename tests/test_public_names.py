@@ -164,7 +164,7 @@ import lightning_fasttrain.memory.predict_memory
 import lightning_fasttrain as ft
 from lightning_fasttrain.memory import predict_memory
 assert callable(predict_memory) and predict_memory is ft.memory.predict_memory is ft.predict_memory
-assert ft.optim.schedule.__name__ == "lightning_fasttrain.optim.schedule"
+assert ft.optim.named.__name__ == "lightning_fasttrain.optim.named"
 assert "TYPE_CHECKING" not in dir(ft.optim) and set(ft.optim.__all__) <= set(dir(ft.optim))
 assert "MicroBatching" not in vars(ft)
 from lightning_fasttrain import *

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_fasttrain.core.files import write_atomic
+from lightning_fasttrain.core.atomic_write import write_atomic
 
 MIB = 2**20
 

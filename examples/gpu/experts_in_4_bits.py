@@ -18,7 +18,7 @@ import torch
 import transformers
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.core.files import write_atomic
+from lightning_fasttrain.core.atomic_write import write_atomic
 from lightning_fasttrain.finetune import account_bytes
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

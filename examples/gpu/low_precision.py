@@ -18,8 +18,8 @@ import torch
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.bench.gpt import GPT, SIZES
+from lightning_fasttrain.core.atomic_write import write_atomic
 from lightning_fasttrain.core.device import GIB
-from lightning_fasttrain.core.files import write_atomic
 
 WARMUP_STEPS = 3
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -21,8 +21,8 @@ import torch
 import lightning_fasttrain as ft
 from lightning_fasttrain.bench.gpt import reference_gpt
 from lightning_fasttrain.bench.ladder.turns import without_paths
+from lightning_fasttrain.core.atomic_write import write_atomic
 from lightning_fasttrain.core.device import hardware, versions
-from lightning_fasttrain.core.files import write_atomic
 
 GIB = 2**30
 SETTLING, TIMED = 6, 6

@@ -25,8 +25,8 @@ from torch.autograd.graph import save_on_cpu
 import lightning_fasttrain as ft
 from lightning_fasttrain.bench.gpt import GPT, SIZES
 from lightning_fasttrain.bench.ladder.turns import without_paths
+from lightning_fasttrain.core.atomic_write import write_atomic
 from lightning_fasttrain.core.device import GIB, hardware, versions
-from lightning_fasttrain.core.files import write_atomic
 
 WARMUP_STEPS = 3  # the first ones pin host memory, which is slow
 

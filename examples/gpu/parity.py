@@ -19,7 +19,7 @@ from lightning_fasttrain.bench.gpt import size_named
 from lightning_fasttrain.bench.ladder.rungs import NAIVE
 from lightning_fasttrain.bench.ladder.worker import run_rung
 from lightning_fasttrain.bench.text import encode_text, read_text
-from lightning_fasttrain.core.files import write_atomic
+from lightning_fasttrain.core.atomic_write import write_atomic
 
 LEARNING_RATE = 3e-4
 DEFAULT_TOP = {

@@ -9,7 +9,7 @@ from pieces import PIECES
 sys.path.append(str(Path(__file__).parents[1]))
 from against import summarise
 
-from lightning_fasttrain.core.files import write_atomic
+from lightning_fasttrain.core.atomic_write import write_atomic
 
 # Dense bf16 TFLOPS of the makers' data sheets. The first name that is in the card's is taken.
 DATA_SHEET_TFLOPS = {

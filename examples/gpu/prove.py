@@ -208,7 +208,7 @@ def prepare_tokens(file):
 
     from lightning_fasttrain.bench.gpt import GPT2_VOCABULARY
     from lightning_fasttrain.bench.text import encode_text, read_text
-    from lightning_fasttrain.core.files import write_atomic
+    from lightning_fasttrain.core.atomic_write import write_atomic
 
     tokens = encode_text(read_text(), "bpe", GPT2_VOCABULARY).astype(np.uint16)
     write_atomic(file, lambda stream: np.save(stream, tokens))

@@ -26,8 +26,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.bench.ladder.turns import without_paths
+from lightning_fasttrain.core.atomic_write import write_atomic
 from lightning_fasttrain.core.device import hardware, package_version, versions
-from lightning_fasttrain.core.files import write_atomic
 
 GIB = 2**30
 WARMUP, STEPS = 5, 20

@@ -24,9 +24,9 @@ from rivals import SHAPES, SIDES
 
 from lightning_fasttrain.bench.ladder.preflight import fast_bf16
 from lightning_fasttrain.bench.ladder.turns import without_paths
+from lightning_fasttrain.core.atomic_write import write_atomic
 from lightning_fasttrain.core.checks import one_of
 from lightning_fasttrain.core.device import GIB, hardware, versions
-from lightning_fasttrain.core.files import write_atomic
 
 WARMUP, TIMED = 4, 6
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

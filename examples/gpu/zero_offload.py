@@ -26,8 +26,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_fasttrain.bench.gpt import reference_gpt
 from lightning_fasttrain.bench.ladder.turns import without_paths
+from lightning_fasttrain.core.atomic_write import write_atomic
 from lightning_fasttrain.core.device import hardware, versions
-from lightning_fasttrain.core.files import write_atomic
 from lightning_fasttrain.strategy.zero.zero_states import predict_model_states
 from lightning_fasttrain.strategy.zero.zero_strategy import ZeROStrategy
 

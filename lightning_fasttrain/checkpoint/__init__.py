@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lightning_fasttrain.checkpoint.loader_state.resumable_loader import ResumableLoader, resumable
     from lightning_fasttrain.checkpoint.newest_checkpoint import newest_checkpoint
     from lightning_fasttrain.checkpoint.remote_checkpoint import newest_remote_checkpoint
-    from lightning_fasttrain.core.files import CorruptCheckpoint
+    from lightning_fasttrain.core.safe_load import CorruptCheckpoint
     from lightning_fasttrain.core.state.rng import random_state, set_random_state
 
 __all__ = [

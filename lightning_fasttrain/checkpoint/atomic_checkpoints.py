@@ -21,21 +21,13 @@ from torch.optim import Optimizer
 from lightning_fasttrain.checkpoint.background_save import BackgroundSave
 from lightning_fasttrain.checkpoint.newest_checkpoint import KEY, RunMark, guard_loading, step_in, sweep, whole_or_older
 from lightning_fasttrain.checkpoint.remote_checkpoint import fetched, remove_remote, upload_file, why_unwritable_storage
+from lightning_fasttrain.core.atomic_write import free_disk_bytes, why_unwritable, write_atomic
 from lightning_fasttrain.core.checks import check_arguments, one_of
 from lightning_fasttrain.core.device import GIB
-from lightning_fasttrain.core.files import (
-    free_disk_bytes,
-    is_object_storage,
-    is_remote,
-    local_path,
-    read_archive,
-    refuse_unreadable,
-    why_unwritable,
-    write_atomic,
-)
 from lightning_fasttrain.core.host.lightning import replicates
 from lightning_fasttrain.core.messages import explain, log, warn
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch_all
+from lightning_fasttrain.core.safe_load import is_object_storage, is_remote, local_path, read_archive, refuse_unreadable
 from lightning_fasttrain.technique import Technique
 
 

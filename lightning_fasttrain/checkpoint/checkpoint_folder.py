@@ -9,25 +9,27 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from lightning_fasttrain.core.checks import check_arguments
-from lightning_fasttrain.core.device import GIB
-from lightning_fasttrain.core.files import (
+from lightning_fasttrain.core.atomic_write import (
     TEMPORARY,
-    CorruptCheckpoint,
-    damage_of_archive,
-    existing_path,
     free_disk_bytes,
     is_being_written,
     is_temporary_file,
-    local_path,
     lock,
     make_folder,
-    parse_json,
     sync_folder,
     temporary_path,
     write_atomic,
 )
+from lightning_fasttrain.core.checks import check_arguments
+from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.safe_load import (
+    CorruptCheckpoint,
+    damage_of_archive,
+    existing_path,
+    local_path,
+    parse_json,
+)
 
 MANIFEST = "MANIFEST.json"
 OLD = ".fasttrain-old-"

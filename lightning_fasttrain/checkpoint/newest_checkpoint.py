@@ -22,21 +22,18 @@ from lightning_fasttrain.checkpoint.checkpoint_folder import (
     verify_checkpoint,
 )
 from lightning_fasttrain.checkpoint.remote_checkpoint import fetched
+from lightning_fasttrain.core.atomic_write import TEMPORARY, is_being_written, is_temporary_file, lock
 from lightning_fasttrain.core.checks import check_arguments
-from lightning_fasttrain.core.files import (
-    TEMPORARY,
+from lightning_fasttrain.core.messages import explain, first_line, say, warn
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
+from lightning_fasttrain.core.safe_load import (
     CorruptCheckpoint,
     ForeignObjects,
     existing_path,
-    is_being_written,
     is_object_storage,
-    is_temporary_file,
     local_path,
-    lock,
     read_archive,
 )
-from lightning_fasttrain.core.messages import explain, first_line, say, warn
-from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 
 KEY = "lightning_fasttrain.run"
 

@@ -20,8 +20,8 @@ from fsspec import AbstractFileSystem
 from lightning_fasttrain.checkpoint.checkpoint_folder import MANIFEST, read_manifest, sums_of, verify_checkpoint
 from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.distributed import from_all_ranks, from_first_of_node
-from lightning_fasttrain.core.files import CorruptCheckpoint, is_object_storage
 from lightning_fasttrain.core.messages import explain, first_line, say, warn
+from lightning_fasttrain.core.safe_load import CorruptCheckpoint, is_object_storage
 
 _DATA, _SUMS = "data-", ".sums-"
 _NAME = re.compile(rf"{_DATA}[0-9a-f]{{16}}/(?P<file>[^/\0]+(/[^/\0]+)*)")

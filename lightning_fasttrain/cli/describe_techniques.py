@@ -19,7 +19,7 @@ import yaml
 
 from lightning_fasttrain.bench.ladder.results import TIME_WORTH, Climbed
 from lightning_fasttrain.cli.technique_cards import FILE, Measurements, TechniqueCard, as_markdown
-from lightning_fasttrain.core.files import write_atomic
+from lightning_fasttrain.core.atomic_write import write_atomic
 from lightning_fasttrain.planner.candidates import config_of_call, known_techniques, public_path
 from lightning_fasttrain.strategy import FSDP2Strategy
 from lightning_fasttrain.technique import Exactness, Technique

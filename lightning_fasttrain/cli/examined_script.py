@@ -9,7 +9,7 @@ from pathlib import Path
 import lightning as L
 
 from lightning_fasttrain.cli.rehearsal.run_script import RESULT, end_process
-from lightning_fasttrain.core.files import write_atomic
+from lightning_fasttrain.core.atomic_write import write_atomic
 from lightning_fasttrain.doctor import Diagnosis, Doctor, Examination, examine
 
 # In the environment of the script: the arguments of the doctor, as JSON.

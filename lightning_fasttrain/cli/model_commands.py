@@ -39,8 +39,8 @@ def predict_peak(options: argparse.Namespace) -> None:
 def estimate_run(options: argparse.Namespace) -> None:
     """Run ``fasttrain estimate``: FLOPs, time, energy, loss, batch size and memory of a training."""
     from lightning_fasttrain.cli.subject import techniques_named
+    from lightning_fasttrain.core.atomic_write import write_atomic
     from lightning_fasttrain.core.batch import count_batch
-    from lightning_fasttrain.core.files import write_atomic
     from lightning_fasttrain.estimate import estimate_training
     from lightning_fasttrain.estimate.estimate_training import read_count
 
@@ -143,7 +143,7 @@ def _number_or_word(text: str) -> Any:
 
 
 def _write(plan: "Plan", folder: Path) -> None:
-    from lightning_fasttrain.core.files import write_atomic
+    from lightning_fasttrain.core.atomic_write import write_atomic
 
     folder.mkdir(parents=True, exist_ok=True)
     written = [plan.save(folder / "plan.json"), write_atomic(folder / "plan.yaml", plan.yaml())]

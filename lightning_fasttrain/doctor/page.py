@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
-from lightning_fasttrain.core.files import write_atomic
+from lightning_fasttrain.core.atomic_write import write_atomic
 from lightning_fasttrain.core.messages import format_bytes, format_ms, number_of
 from lightning_fasttrain.doctor.diagnosis import Diagnosis, Finding, describe_cost
 from lightning_fasttrain.doctor.observation.step_records import LineTime

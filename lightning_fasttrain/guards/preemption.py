@@ -22,7 +22,6 @@ from lightning_fasttrain.checkpoint.atomic_checkpoints import checkpoint_bytes, 
 from lightning_fasttrain.core.checks import PositiveInt, check_arguments
 from lightning_fasttrain.core.checks.annotations import Bounds
 from lightning_fasttrain.core.distributed import rank_count
-from lightning_fasttrain.core.files import is_remote
 from lightning_fasttrain.core.host.lightning import (
     DataFetcher,
     accumulation_continues,
@@ -33,6 +32,7 @@ from lightning_fasttrain.core.host.lightning import (
 )
 from lightning_fasttrain.core.messages import explain, say, warn
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
+from lightning_fasttrain.core.safe_load import is_remote
 from lightning_fasttrain.technique import Technique
 
 ExitCode = Annotated[int, Bounds(0, 255)]

@@ -20,9 +20,9 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from lightning_fasttrain.core.atomic_write import refuse_unwritable
 from lightning_fasttrain.core.checks import NonNegativeInt, PositiveFloat, PositiveInt, check_arguments
 from lightning_fasttrain.core.distributed import rank_count, rank_here
-from lightning_fasttrain.core.files import refuse_unwritable
 from lightning_fasttrain.core.messages import write_to_stderr
 
 Answer = TypeVar("Answer")

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_fasttrain.core.atomic_write import write_atomic
 from lightning_fasttrain.core.checks import one_of, require
-from lightning_fasttrain.core.files import write_atomic
 from lightning_fasttrain.core.messages import explain, warn
 from lightning_fasttrain.technique.run_length import Length, read_length
 

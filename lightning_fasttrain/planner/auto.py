@@ -12,11 +12,12 @@ import lightning as L
 from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor
 
+from lightning_fasttrain.core.atomic_write import why_unwritable, write_atomic
 from lightning_fasttrain.core.checks import PositiveFloat, check_arguments, one_of
 from lightning_fasttrain.core.device import hardware, versions
-from lightning_fasttrain.core.files import read_json, why_unwritable, write_atomic
 from lightning_fasttrain.core.host.lightning import training_loader
 from lightning_fasttrain.core.messages import explain, say, warn
+from lightning_fasttrain.core.safe_load import read_json
 from lightning_fasttrain.planner.candidates import Choice
 from lightning_fasttrain.planner.make_plan import make_plan
 from lightning_fasttrain.planner.plan import Plan

@@ -11,9 +11,9 @@ import lightning as L
 import yaml
 from rich.table import Table
 
+from lightning_fasttrain.core.atomic_write import write_atomic
 from lightning_fasttrain.core.checks import require
 from lightning_fasttrain.core.device import GIB
-from lightning_fasttrain.core.files import write_atomic
 from lightning_fasttrain.core.messages import FULL_WIDTH, Report, titled_table
 from lightning_fasttrain.planner.candidates import Choice, strategy_code
 from lightning_fasttrain.planner.timing import compare_times

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
+from lightning_fasttrain.core.atomic_write import write_atomic
 from lightning_fasttrain.core.checks import check_arguments, one_of, require
-from lightning_fasttrain.core.files import parse_json, write_atomic
 from lightning_fasttrain.core.messages import UNITS, explain, format_bytes
+from lightning_fasttrain.core.safe_load import parse_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -9,8 +9,8 @@ from typing import ClassVar
 
 import lightning as L
 
+from lightning_fasttrain.core.atomic_write import refuse_unwritable
 from lightning_fasttrain.core.checks import NonNegativeInt, PositiveInt
-from lightning_fasttrain.core.files import refuse_unwritable
 from lightning_fasttrain.core.messages import format_bytes, say
 from lightning_fasttrain.profiling.memory_meter import MemoryWindow
 from lightning_fasttrain.profiling.memory_record import MemoryRecord, check_kinds

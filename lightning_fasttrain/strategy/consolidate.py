@@ -12,17 +12,11 @@ import torch
 from torch import Tensor
 
 from lightning_fasttrain.checkpoint.checkpoint_folder import MANIFEST, verify_checkpoint
+from lightning_fasttrain.core.atomic_write import write_atomic
 from lightning_fasttrain.core.checks import check_arguments, require
-from lightning_fasttrain.core.files import (
-    CorruptCheckpoint,
-    as_corrupt,
-    existing_path,
-    local_path,
-    refuse_unfit,
-    write_atomic,
-)
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.parameters import bytes_of
+from lightning_fasttrain.core.safe_load import CorruptCheckpoint, as_corrupt, existing_path, local_path, refuse_unfit
 from lightning_fasttrain.core.state.values import without
 
 _LOW = (torch.float16, torch.bfloat16)

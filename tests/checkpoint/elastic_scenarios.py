@@ -8,7 +8,7 @@ from typing import Any
 
 import lightning as L
 
-from lightning_fasttrain.core.files import write_atomic
+from lightning_fasttrain.core.atomic_write import write_atomic
 
 RANK = int(os.environ.get("RANK", 0))
 

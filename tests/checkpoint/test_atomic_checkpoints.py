@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 import lightning_fasttrain as ft
 from lightning_fasttrain.checkpoint import AtomicCheckpointIO
 from lightning_fasttrain.checkpoint.atomic_checkpoints import checkpoint_bytes
-from lightning_fasttrain.core.files import CorruptCheckpoint
+from lightning_fasttrain.core.safe_load import CorruptCheckpoint
 from tests.support.nets import TinyLM, as_loader, largest_difference, lm_batches, trainer, weights
 from tests.support.ranks import Ranks
 

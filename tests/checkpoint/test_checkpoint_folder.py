@@ -19,7 +19,8 @@ from lightning_fasttrain.checkpoint.checkpoint_folder import (
     verify_checkpoint,
 )
 from lightning_fasttrain.checkpoint.newest_checkpoint import KEY, RunMark, newest_checkpoint
-from lightning_fasttrain.core.files import CorruptCheckpoint, write_atomic
+from lightning_fasttrain.core.atomic_write import write_atomic
+from lightning_fasttrain.core.safe_load import CorruptCheckpoint
 
 
 def write(target, files=None, **settings):

@@ -15,7 +15,7 @@ import lightning_fasttrain as ft
 from lightning_fasttrain.checkpoint import AtomicCheckpointIO
 from lightning_fasttrain.checkpoint.checkpoint_folder import MANIFEST
 from lightning_fasttrain.checkpoint.remote_checkpoint import fetched, newest_remote_checkpoint, remote_folder
-from lightning_fasttrain.core.files import CorruptCheckpoint
+from lightning_fasttrain.core.safe_load import CorruptCheckpoint
 from lightning_fasttrain.strategy import save_sharded
 from tests.checkpoint.test_checkpoint_folder import Ranks
 from tests.support.nets import TinyLM, as_loader, lm_batches, trainer

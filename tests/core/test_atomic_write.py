@@ -9,7 +9,7 @@ import time
 import pytest
 
 from lightning_fasttrain.core import files as atomic_write
-from lightning_fasttrain.core.files import write_atomic
+from lightning_fasttrain.core.atomic_write import write_atomic
 
 
 def test_writes_makes_folders_and_leaves_nothing_behind(tmp_path):

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.core.batch import count_batch
-from lightning_fasttrain.profiling import StepMeter, StepTimer, step_timer
+from lightning_fasttrain.profiling import StepMeter, StepTimer, step_meter
 from lightning_fasttrain.profiling.step_meter import describe_slowest
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -30,7 +30,7 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch):
-    monkeypatch.setattr(step_timer, "perf_counter", clock := Clock())
+    monkeypatch.setattr(step_meter, "perf_counter", clock := Clock())
     return clock
 
 
@@ -203,7 +203,7 @@ def test_phases_add_up_to_the_step_with_the_real_clock(tmp_path):
     meter = StepMeter(warmup=0)
     fit(BoringModel(), meter, tmp_path=tmp_path, max_epochs=1)
     found = meter.summary()
-    parts = [found[f"{name}_ms"] for name in (*step_timer.PHASES[:-1], "other")]
+    parts = [found[f"{name}_ms"] for name in (*step_meter.PHASES[:-1], "other")]
     assert min(parts) >= 0
     assert sum(parts) == pytest.approx(found["step_ms"])
 

@@ -9,7 +9,7 @@ import safetensors.torch
 import torch
 
 from lightning_fasttrain.checkpoint.checkpoint_folder import MANIFEST, checkpoint_folder
-from lightning_fasttrain.core.files import CorruptCheckpoint
+from lightning_fasttrain.core.safe_load import CorruptCheckpoint
 from lightning_fasttrain.strategy.consolidate import consolidate
 from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import save_sharded
 from tests.strategy.zero_launches import DEPTH, launched

@@ -14,7 +14,7 @@ import lightning_fasttrain as ft
 from lightning_fasttrain.checkpoint.background_save import BackgroundSave, to_host
 from lightning_fasttrain.checkpoint.checkpoint_folder import verify_checkpoint
 from lightning_fasttrain.checkpoint.newest_checkpoint import KEY, RunMark, whole_or_older
-from lightning_fasttrain.core.files import CorruptCheckpoint
+from lightning_fasttrain.core.safe_load import CorruptCheckpoint
 from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
 from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import (
     INDEX,

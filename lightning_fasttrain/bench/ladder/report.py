@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from lightning_fasttrain.bench.ladder.results import TIME_WORTH, Climbed, Row, Top, error_of_product
-from lightning_fasttrain.core.files import write_atomic
+from lightning_fasttrain.core.atomic_write import write_atomic
 from lightning_fasttrain.core.messages import FULL_WIDTH
 
 # In the order in which a narrow terminal goes without them, the last one first.

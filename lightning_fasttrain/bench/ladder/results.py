@@ -9,8 +9,9 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Self
 
-from lightning_fasttrain.core.files import local_path, read_json, write_atomic
+from lightning_fasttrain.core.atomic_write import write_atomic
 from lightning_fasttrain.core.messages import explain, first_line
+from lightning_fasttrain.core.safe_load import local_path, read_json
 from lightning_fasttrain.planner.timing import Ratio
 from lightning_fasttrain.technique import Exactness
 

@@ -25,8 +25,8 @@ from lightning_fasttrain import loaders, micro_batching, optim
 from lightning_fasttrain.bench.gpt import GPTConfig, GPTModule
 from lightning_fasttrain.bench.ladder.results import State
 from lightning_fasttrain.bench.text import batches
+from lightning_fasttrain.core.atomic_write import write_atomic
 from lightning_fasttrain.core.device import Neighbours
-from lightning_fasttrain.core.files import write_atomic
 from lightning_fasttrain.core.messages import FastTrainWarning, explain
 from lightning_fasttrain.planner.candidates import class_named
 from lightning_fasttrain.proof.verification.short_run import PeakObserver

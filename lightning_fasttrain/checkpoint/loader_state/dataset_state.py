@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data.dataloader import _DatasetKind
 
 from lightning_fasttrain.checkpoint.loader_state.attributes import Attributes, is_generator, watch_attributes
-from lightning_fasttrain.core.files import refuse_unreadable
 from lightning_fasttrain.core.messages import explain, note_once, warn
 from lightning_fasttrain.core.modules.wrapped_forward import patch, patched
+from lightning_fasttrain.core.safe_load import refuse_unreadable
 from lightning_fasttrain.core.state.rng import SeededSamples, random_state, set_random_state
 
 

@@ -9,7 +9,7 @@ import lightning as L
 
 from lightning_fasttrain.cli.rehearsal.run_script import RESULT, SECONDS, VERIFY, end_process
 from lightning_fasttrain.cli.subject import techniques_named
-from lightning_fasttrain.core.files import write_atomic
+from lightning_fasttrain.core.atomic_write import write_atomic
 from lightning_fasttrain.proof.rehearsal.context import RehearsalError, read_batches
 from lightning_fasttrain.proof.rehearsal.rehearsal import Rehearsal, Rehearsing, is_rehearsing
 from lightning_fasttrain.proof.rehearsal.run_copy import leaving_no_trace

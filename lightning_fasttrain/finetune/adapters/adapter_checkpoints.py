@@ -10,12 +10,12 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor, nn
 
 from lightning_fasttrain.core.checks import check_arguments
-from lightning_fasttrain.core.files import CorruptCheckpoint, read_archive
 from lightning_fasttrain.core.host.lightning import replicates, trainer_of
 from lightning_fasttrain.core.messages import explain, warn
 from lightning_fasttrain.core.modules.select import is_part_of
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch_all
 from lightning_fasttrain.core.package import PACKAGE, public_path
+from lightning_fasttrain.core.safe_load import CorruptCheckpoint, read_archive
 from lightning_fasttrain.finetune.adapters.adapter_checks import meaning_of
 from lightning_fasttrain.finetune.adapters.add_adapter import adapter_parameters
 from lightning_fasttrain.finetune.selection.base_fingerprint import (

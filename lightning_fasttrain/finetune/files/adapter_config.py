@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from lightning_fasttrain.core.files import parse_json
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.select import as_list
+from lightning_fasttrain.core.safe_load import parse_json
 from lightning_fasttrain.finetune.selection.base_fingerprint import first_few
 from lightning_fasttrain.finetune.selection.targets import require_peft
 

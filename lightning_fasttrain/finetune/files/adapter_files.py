@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_fasttrain.core.checks import check_arguments
-from lightning_fasttrain.core.files import open_safetensors
 from lightning_fasttrain.core.messages import explain, list_some, warn
 from lightning_fasttrain.core.modules.select import (
     TUNER,
@@ -24,6 +23,7 @@ from lightning_fasttrain.core.modules.select import (
     list_names_above,
     list_places,
 )
+from lightning_fasttrain.core.safe_load import open_safetensors
 from lightning_fasttrain.core.state.rng import keep_random_state
 from lightning_fasttrain.finetune.adapters.adapter_checks import (
     check_config,

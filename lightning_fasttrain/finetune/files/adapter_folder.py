@@ -9,9 +9,10 @@ from typing import Any
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 
+from lightning_fasttrain.core.atomic_write import TEMPORARY, write_atomic
 from lightning_fasttrain.core.checks import require
-from lightning_fasttrain.core.files import TEMPORARY, local_path, parse_json, write_atomic
 from lightning_fasttrain.core.messages import explain, note_once
+from lightning_fasttrain.core.safe_load import local_path, parse_json
 from lightning_fasttrain.finetune.selection.base_fingerprint import (
     Fingerprint,
     base_fingerprint,

@@ -13,8 +13,8 @@ import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 
+from lightning_fasttrain.core.atomic_write import make_folder, sync_folder, temporary_path
 from lightning_fasttrain.core.checks import check_arguments, require
-from lightning_fasttrain.core.files import make_folder, sync_folder, temporary_path
 from lightning_fasttrain.core.messages import explain, say
 from lightning_fasttrain.core.modules.parameters import count_parameters
 from lightning_fasttrain.core.modules.select import Sharing, is_part_of

@@ -17,12 +17,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
+from lightning_fasttrain.core.atomic_write import write_atomic
 from lightning_fasttrain.core.checks import require
 from lightning_fasttrain.core.distributed import is_sharded
-from lightning_fasttrain.core.files import open_safetensors, write_atomic
 from lightning_fasttrain.core.messages import explain, list_some, warn_on_any_rank
 from lightning_fasttrain.core.modules.parameters import bytes_of, quantized_tensors
 from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward
+from lightning_fasttrain.core.safe_load import open_safetensors
 from lightning_fasttrain.core.state.rng import keep_random_state
 from lightning_fasttrain.finetune.selection.qualified_names import first_tensor, list_trainable
 

@@ -7,9 +7,9 @@ from typing import ClassVar
 import lightning as L
 from torch import nn
 
+from lightning_fasttrain.core.atomic_write import refuse_unwritable
 from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.distributed import is_sharded
-from lightning_fasttrain.core.files import refuse_unwritable
 from lightning_fasttrain.core.messages import explain, warn
 from lightning_fasttrain.core.modules.select import find_module
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, wrappers_in, wrappers_on

@@ -16,9 +16,9 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_fasttrain.core.checks import check_arguments, require
-from lightning_fasttrain.core.files import local_path, open_safetensors, read_json
 from lightning_fasttrain.core.messages import explain, list_some, say
 from lightning_fasttrain.core.modules.select import Blocks
+from lightning_fasttrain.core.safe_load import local_path, open_safetensors, read_json
 from lightning_fasttrain.finetune.quantized.quantized_base import check_settings, choose_compute_dtype, report, sort_out
 from lightning_fasttrain.finetune.quantized.quantized_layer import FLOATS, quantize_layer_, round_bias_
 from lightning_fasttrain.finetune.quantized.quantized_tensor import keep_quantized_, quantize_tensor_

@@ -14,10 +14,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_fasttrain.checkpoint.atomic_checkpoints import check_folders
 from lightning_fasttrain.checkpoint.checkpoint_folder import scratch_folder
+from lightning_fasttrain.core.atomic_write import find_existing, free_disk_bytes
 from lightning_fasttrain.core.device import GIB
-from lightning_fasttrain.core.files import find_existing, free_disk_bytes, is_remote
 from lightning_fasttrain.core.host.lightning import saves_every
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.safe_load import is_remote
 
 
 @dataclass(frozen=True)

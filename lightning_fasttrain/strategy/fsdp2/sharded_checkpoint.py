@@ -33,9 +33,12 @@ from torch.optim import Optimizer
 from lightning_fasttrain.checkpoint.checkpoint_folder import checkpoint_folder, verify_checkpoint
 from lightning_fasttrain.checkpoint.newest_checkpoint import KEY, step_in
 from lightning_fasttrain.checkpoint.remote_checkpoint import remote_folder
+from lightning_fasttrain.core.atomic_write import write_atomic
 from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.distributed import agree_on_all_ranks
-from lightning_fasttrain.core.files import (
+from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.parameters import parameters_of
+from lightning_fasttrain.core.safe_load import (
     MOST_AXES,
     CorruptCheckpoint,
     as_corrupt,
@@ -44,10 +47,7 @@ from lightning_fasttrain.core.files import (
     read_archive,
     read_json,
     refuse_unreadable,
-    write_atomic,
 )
-from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.core.state.values import find_by_parameter, only, replace_at, split_tensors
 from lightning_fasttrain.strategy.fsdp2.sharded_optimizer import (
     is_taken_apart,

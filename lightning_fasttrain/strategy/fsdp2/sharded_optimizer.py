@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, empty
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.optim import Optimizer
 
-from lightning_fasttrain.core.files import as_corrupt
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.parameters import names_of_parameters, parameters_of
+from lightning_fasttrain.core.safe_load import as_corrupt
 from lightning_fasttrain.core.state.values import find_by_parameter, replace_at, split_tensors
 from lightning_fasttrain.optim.closure_optimizer import Groups, groups_over
 

@@ -22,11 +22,11 @@ from lightning_fasttrain.checkpoint.newest_checkpoint import KEY, mark_of, step_
 from lightning_fasttrain.checkpoint.remote_checkpoint import fetched_on_each_node
 from lightning_fasttrain.core.checks import one_of, positive_int
 from lightning_fasttrain.core.distributed import from_rank_zero
-from lightning_fasttrain.core.files import is_object_storage, local_path
 from lightning_fasttrain.core.host.late_parameters import refuse_earlier_shards
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.blocks import Blocks
 from lightning_fasttrain.core.modules.parameters import local_part
+from lightning_fasttrain.core.safe_load import is_object_storage, local_path
 from lightning_fasttrain.core.state.rng import random_state, set_random_state
 from lightning_fasttrain.strategy.fsdp2.broadcast_weights import (
     any_meta,

@@ -19,9 +19,9 @@ from lightning_fasttrain.checkpoint.checkpoint_folder import (
 from lightning_fasttrain.checkpoint.newest_checkpoint import mark_of, whole_or_older
 from lightning_fasttrain.checkpoint.remote_checkpoint import fetched_on_each_node, remote_folder
 from lightning_fasttrain.core.distributed import agree_on_all_ranks, from_first_of_node, from_rank_zero
-from lightning_fasttrain.core.files import is_object_storage, local_path, refuse_unreadable
 from lightning_fasttrain.core.messages import explain, warn
 from lightning_fasttrain.core.modules.wrapped_forward import patched
+from lightning_fasttrain.core.safe_load import is_object_storage, local_path, refuse_unreadable
 from lightning_fasttrain.core.state.values import without
 from lightning_fasttrain.strategy.consolidate import read_inert
 from lightning_fasttrain.strategy.zero.zero_engine import Engine
