@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.core import files as atomic_write
+from lightning_fasttrain.core import atomic_write
 
 EPOCHS, BATCHES, WINDOW = 3, 7, 2  # an odd number of batches: the last window of an epoch is short
 INSIDE = ("batch", "forward", "backward", "validation")

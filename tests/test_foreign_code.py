@@ -43,7 +43,7 @@ def test_manual_optimization_is_refused_with_the_function_to_call(foreign, tmp_p
     cells = foreign.product(["GAN"], ["MicroBatching", "OptimizerInBackward", "PaddingFree"], tmp_path)["GAN"]
     assert "accumulate_gradients(step, batch" in cells["MicroBatching"]
     assert "optimize_in_backward_(optimizer)" in cells["OptimizerInBackward"]
-    assert "micro_batching.remove_padding_(model)" in cells["PaddingFree"]
+    assert "remove_padding_(model)" in cells["PaddingFree"]
 
 
 def test_in_bf16_micro_batches_have_the_gradient_that_a_loop_sums(foreign):

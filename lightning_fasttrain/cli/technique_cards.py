@@ -84,7 +84,7 @@ def read_cards() -> list[TechniqueCard]:
 
     Example:
         >>> [card.name for card in read_cards()][:2]
-        ['BatchSizeWarmup', 'DevicePrefetch']
+        ['MicroBatching', 'PaddingFree']
     """
     written = resources.files("lightning_fasttrain.cli").joinpath(FILE).read_text()
     return [TechniqueCard(**fields) for fields in json.loads(written)]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     )
     from lightning_fasttrain.loaders.sample_guard import SampleGuard, guard_samples
     from lightning_fasttrain.loaders.sequence_length_warmup import SequenceLengthWarmup, cut_sequences, grow_sequences
-    from lightning_fasttrain.technique.run_length import Length, read_length
+    from lightning_fasttrain.technique.duration import Length, read_length
 
 __all__ = [
     "BatchSizeWarmup",

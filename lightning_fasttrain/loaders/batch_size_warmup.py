@@ -17,7 +17,7 @@ from lightning_fasttrain.micro_batching.normalizer.count_targets import Count
 from lightning_fasttrain.micro_batching.token_weighted_accumulation import TokenWeightedAccumulation
 from lightning_fasttrain.technique import Exactness
 from lightning_fasttrain.technique.declarations import Facts
-from lightning_fasttrain.technique.run_length import LENGTHS, Length
+from lightning_fasttrain.technique.duration import LENGTHS, Length
 
 RULES: dict[str, Callable[[float], float]] = {"linear": lambda share: share, "sqrt": math.sqrt}
 

@@ -320,14 +320,14 @@ class GlobalBatch(TokenWeightedAccumulation):
 
     Args:
         samples: the global batch.
-        seed, seed_samples: as for :func:`~lightning_fasttrain.loaders.global_batch`.
+        seed, seed_samples: as for :func:`~lightning_fasttrain.loaders.global_batches`.
         count, check: as for :class:`~lightning_fasttrain.TokenWeightedAccumulation`.
 
     Attributes:
         shares: how the samples are divided, once the loader is made.
 
     Raises:
-        TypeError, ValueError: in ``fit``, as for :func:`~lightning_fasttrain.loaders.global_batch`, and for several
+        TypeError, ValueError: in ``fit``, as for :func:`~lightning_fasttrain.loaders.global_batches`, and for several
             training loaders; with ``ckpt_path``, a checkpoint of another global batch.
 
     Example:

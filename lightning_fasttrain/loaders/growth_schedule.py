@@ -13,7 +13,8 @@ from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.technique import Technique
 from lightning_fasttrain.technique.declarations import PredictedStep
-from lightning_fasttrain.technique.run_length import LENGTHS, Length, read_length, steps_of_epochs, total_steps
+from lightning_fasttrain.technique.duration import LENGTHS, Length, read_length
+from lightning_fasttrain.technique.run_length import steps_of_epochs, total_steps
 
 
 @check_arguments(over=LENGTHS)

@@ -20,7 +20,7 @@ from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.loaders.growth_schedule import GrowingBatches, Growth, grow_batches
 from lightning_fasttrain.micro_batching.normalizer.find_split import stage_of, stage_of_trainer
 from lightning_fasttrain.technique import Exactness
-from lightning_fasttrain.technique.run_length import LENGTHS, Length
+from lightning_fasttrain.technique.duration import LENGTHS, Length
 from lightning_fasttrain.trial.runs import Trial, loss_of
 from lightning_fasttrain.trial.sample_rows import Sample
 from lightning_fasttrain.trial.try_split import Stage, run_again

@@ -12,7 +12,7 @@ from lightning_fasttrain.core.checks import PositiveInt, check_arguments
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.loaders.growth_schedule import GrowingBatches, Growth, grow_batches
 from lightning_fasttrain.technique import Exactness
-from lightning_fasttrain.technique.run_length import LENGTHS, Length
+from lightning_fasttrain.technique.duration import LENGTHS, Length
 
 _IDS = (torch.int64, torch.int32)
 Cut = Callable[[Any, int], Any]

@@ -24,7 +24,8 @@ from lightning_fasttrain.core.host.optimizer_steps import was_skipped_on_device
 from lightning_fasttrain.core.messages import explain, note_once, say
 from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.optim.schedule_shapes import RatePlan, RateRequest, read_request
-from lightning_fasttrain.technique.run_length import LENGTHS, Length, is_length_known, steps_of_epochs, total_steps
+from lightning_fasttrain.technique.duration import LENGTHS, Length
+from lightning_fasttrain.technique.run_length import is_length_known, steps_of_epochs, total_steps
 
 
 @check_arguments(warmup=LENGTHS, total=LENGTHS, at=LENGTHS, decay=LENGTHS)

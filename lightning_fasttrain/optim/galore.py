@@ -32,7 +32,7 @@ class GaLoreAdamW(ClosureOptimizer):
     with which it correlates with the previous one, since the sign of a singular vector is arbitrary.
 
     Groups with a ``rank`` are projected, and all others are updated as by ``torch.optim.AdamW``, bit for bit;
-    :func:`~lightning_fasttrain.optim.galore` creates both. Otherwise it is a plain optimizer for schedulers,
+    :func:`~lightning_fasttrain.optim.galore_groups` creates both. Otherwise it is a plain optimizer for schedulers,
     clipping, accumulation, loss scalers, :func:`~lightning_fasttrain.optimize_in_backward_`. Its state consists of
     tensors only, in the parameters' dtype, of a size known beforehand
     (:func:`~lightning_fasttrain.optim.galore_state_bytes`), and resumes exactly. Under DDP each process computes the
@@ -55,7 +55,7 @@ class GaLoreAdamW(ClosureOptimizer):
 
     Example:
         >>> from torch import nn
-        >>> from lightning_fasttrain.optim import galore as galore_groups
+        >>> from lightning_fasttrain.optim import galore_groups
         >>> net = nn.Sequential(*[nn.TransformerEncoderLayer(64, 4, 256) for _ in range(2)])
         >>> optimizer = GaLoreAdamW(galore_groups(net, rank=8), lr=1e-3)
         >>> net(torch.ones(3, 1, 64)).square().mean().backward()

@@ -10,7 +10,7 @@ from typing import Any
 from lightning_fasttrain.core.atomic_write import write_atomic
 from lightning_fasttrain.core.checks import one_of, require
 from lightning_fasttrain.core.messages import explain, warn
-from lightning_fasttrain.technique.run_length import Length, read_length
+from lightning_fasttrain.technique.duration import Length, read_length
 
 _START_OF_CYCLE = 1 / 25  # torch's ``div_factor``
 

@@ -135,9 +135,9 @@ def test_a_run_resumes_as_if_uninterrupted(url):
 @pytest.mark.filterwarnings('ignore:.fit.ckpt_path="last". is set')
 def test_lasts_of_lightning_are_not_found_in_a_bucket_and_ours_are(url):
     fit(f"{url}/run", 4)
-    with pytest.raises(FileNotFoundError, match=r"on this machine only.*run\.newest_remote_checkpoint\(address\)"):
+    with pytest.raises(FileNotFoundError, match=r"on this machine only.*\.newest_remote_checkpoint\(address\)"):
         fit(f"{url}/run", 6, "last")
-    with pytest.raises(ValueError, match=r"looks into folders of this machine. Use .*run\.newest_remote_checkpoint"):
+    with pytest.raises(ValueError, match=r"looks into folders of this machine. Use .*\.newest_remote_checkpoint"):
         ft.newest_checkpoint(f"{url}/run")
 
 

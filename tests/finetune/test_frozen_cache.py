@@ -247,8 +247,8 @@ def test_a_part_that_trains_is_refused_at_once_and_when_it_is_unfrozen():
 def test_unfreezing_beside_it_and_an_unknown_part_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"FrozenCache \+ GradualUnfreezing: it unfreezes the part"):
         train(Probe(), [FrozenCache("backbone"), ft.finetune.GradualUnfreezing(groups=["*"])])
-    with pytest.raises(ValueError, match="part='trunck' in Probe: no such module. Similar names are 'backbone'"):
-        train(Probe(), [FrozenCache("trunck")])
+    with pytest.raises(ValueError, match="part='backbonne' in Probe: no such module. Similar names are 'backbone'"):
+        train(Probe(), [FrozenCache("backbonne")])
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="folder="):
         train(Probe(), [FrozenCache("backbone", tmp_path / "file")])

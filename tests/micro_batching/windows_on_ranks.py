@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader
 
 import lightning_fasttrain as ft
-from tests.data import test_windows as windows
+from tests.micro_batching import test_windows as windows
 from tests.support.nets import largest_difference, trainer, weights
 
 RANK = int(os.environ["LOCAL_RANK"])

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.optim.build_schedule import build_schedule
-from lightning_fasttrain.technique.run_length import Length, read_length
+from lightning_fasttrain.technique.duration import Length, read_length
 from tests.support.nets import TinyLM, as_loader, fit, heard, largest_difference, lm_batches, trainer, weights
 from tests.support.ranks import run_ranks
 

@@ -404,7 +404,7 @@ def test_peak_flops_is_the_speed_of_a_matrix_product(clock, monkeypatch):
 
 
 def test_zero_flops_are_refused():
-    with pytest.raises(ValueError, match=r"flops=0\): it must be greater than 0\. Use ft\.predict\.count_flops"):
+    with pytest.raises(ValueError, match=r"flops=0\): it must be greater than 0\. Use ft\.memory\.count_flops"):
         StepMeter(flops=0)
 
 

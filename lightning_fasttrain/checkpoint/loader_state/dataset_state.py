@@ -1,4 +1,4 @@
-"""What datasets and workers that persist hold beside their position, as states to save and restore."""
+"""States that datasets and persistent workers hold beside their position, saved and restored."""
 
 import copy
 import hashlib
