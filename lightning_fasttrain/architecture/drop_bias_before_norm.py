@@ -210,7 +210,7 @@ class DropBiasBeforeNorm(Technique):
     def apply(self, model: nn.Module) -> Undo:
         return undo_all(drop_bias_before_norm_(model, skip=self.skip).values())
 
-    def took_hold(self, model: nn.Module) -> str:
+    def describe_effect(self, model: nn.Module) -> str:
         layers = count_wrapped(model, BiasFreeForward, "layer")
         return layers and f"{layers} without their bias"
 

@@ -302,7 +302,7 @@ class MixtureOfDepths(Technique):
             model, self.capacity, every=self.every, sampling=self.sampling, blocks=self.blocks, skip=self.skip
         )
 
-    def took_hold(self, model: nn.Module) -> str:
+    def describe_effect(self, model: nn.Module) -> str:
         blocks = count_wrapped(model, RoutedForward)
         return blocks and f"{blocks} compute {self.capacity:.1%} of the tokens"
 

@@ -220,7 +220,7 @@ class StochasticDepth(Technique):
         changed = stochastic_depth_(model, self.rate, mode=self.mode, blocks=self.blocks, skip=self.skip)
         return undo_all(changed.values())
 
-    def took_hold(self, model: nn.Module) -> str:
+    def describe_effect(self, model: nn.Module) -> str:
         blocks = count_wrapped(model, StochasticForward)
         drawn = {"row": "sample", "batch": "batch"}[self.mode]
         return blocks and f"{blocks} skipped at random for each {drawn}, the last one in {self.rate:.0%}"

@@ -271,7 +271,7 @@ class Upcycling(Technique):
         places = {"every": self.every, "blocks": self.blocks, "skip": self.skip}
         upcycle_(model, self.experts, top_k=self.top_k, **losses, **places)
 
-    def took_hold(self, model: nn.Module) -> str:
+    def describe_effect(self, model: nn.Module) -> str:
         routers = [module for module in model.modules() if isinstance(module, ExpertRouter)]
         if not routers:
             return ""

@@ -249,21 +249,21 @@ def _candidates(folder: Path) -> list[Path]:
 
 
 def _newest_first(paths: list[Path]) -> list[Path]:
-    told = {path: facts_of(path) for path in paths}
+    known = {path: facts_of(path) for path in paths}
     at: dict[Path, float] = {}
     # The time of each run's last save; files that name no run count as one.
     last: dict[str | None, float] = {}
-    for path, facts in told.items():
+    for path, facts in known.items():
         at[path] = _saved_at(path, facts)
         if facts.step is not None:
             last[facts.run] = max(at[path], last.get(facts.run, 0.0))
     with_step: dict[Path, tuple[float, int, float]] = {}
-    for path, facts in told.items():
+    for path, facts in known.items():
         if facts.step is not None:
             with_step[path] = (last[facts.run], facts.step, at[path])
     ranks = dict(with_step)
     # A file without a step counts as far as the farthest of those that were written before it.
-    for path in told.keys() - with_step.keys():
+    for path in known.keys() - with_step.keys():
         before = [rank for other, rank in with_step.items() if _written_at(other) <= at[path]]
         run_saved_at, step, _ = max(before, default=(0.0, -1, 0.0))
         ranks[path] = (run_saved_at, step, at[path])

@@ -135,9 +135,9 @@ def describe_loader(loader: object) -> dict[str, Any]:
 def _shuffles(sampler: object) -> bool | str | None:
     if sampler is None:
         return None
-    told = getattr(sampler, "shuffle", None)  # DistributedSampler's
-    if isinstance(told, bool):
-        return told
+    shuffle = getattr(sampler, "shuffle", None)  # DistributedSampler's
+    if isinstance(shuffle, bool):
+        return shuffle
     if type(sampler) in (RandomSampler, SequentialSampler):
         return isinstance(sampler, RandomSampler)
     return type(sampler).__qualname__  # for other samplers the name is compared

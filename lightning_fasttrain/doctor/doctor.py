@@ -14,7 +14,7 @@ from lightning_fasttrain.core.messages import wide_enough
 from lightning_fasttrain.doctor.diagnose import diagnose
 from lightning_fasttrain.doctor.diagnosis import Diagnosis
 from lightning_fasttrain.doctor.observation.watch import MANY_STEPS, StepCount, Watch
-from lightning_fasttrain.doctor.observation.watched_calls import TrainerSeams
+from lightning_fasttrain.doctor.observation.watched_calls import TrainerPatches
 from lightning_fasttrain.doctor.page import save_diagnosis
 from lightning_fasttrain.proof.rehearsal.rehearsal import is_rehearsing
 
@@ -59,7 +59,7 @@ class Doctor(L.Callback):
         self.out, self.show = out, show
         self.diagnosis: Diagnosis | None = None
         self._watch: Watch | None = None
-        self._seams: TrainerSeams | None = None
+        self._patches: TrainerPatches | None = None
         self._validation_began = 0.0
         self._is_done = False
 
@@ -74,8 +74,8 @@ class Doctor(L.Callback):
             trainer.strategy.root_device, self.steps, self.warmup, self.out is not None, only_times=others
         )
         self._watch.models.append(pl_module)
-        self._seams = TrainerSeams(trainer, self._watch, self)
-        self._seams.install()
+        self._patches = TrainerPatches(trainer, self._watch, self)
+        self._patches.install()
         if not others:
             self._watch.sampler.start()
 
@@ -88,8 +88,8 @@ class Doctor(L.Callback):
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: validation is timed by itself."""
-        if self._seams is not None:
-            self._seams.pause()
+        if self._patches is not None:
+            self._patches.pause()
             self._validation_began = perf_counter()
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -99,8 +99,8 @@ class Doctor(L.Callback):
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: what comes before the next batch belongs to no step."""
-        if self._seams is not None:
-            self._seams.pause()
+        if self._patches is not None:
+            self._patches.pause()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: the run ended before all steps were watched."""
@@ -128,14 +128,14 @@ class Doctor(L.Callback):
             save_diagnosis(diagnosis, Path(self.out))
 
     def __getstate__(self) -> dict[str, Any]:  # copies are made of the settings, never of what is watched
-        return {**vars(self), "_watch": None, "_seams": None}
+        return {**vars(self), "_watch": None, "_patches": None}
 
     def _close(self) -> Watch:
         assert self._watch is not None
         watch, self._watch = self._watch, None
-        if self._seams is not None:
-            self._seams.close()
-            self._seams = None
+        if self._patches is not None:
+            self._patches.close()
+            self._patches = None
         watch.close()
         return watch
 

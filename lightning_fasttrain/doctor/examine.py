@@ -13,7 +13,7 @@ from lightning_fasttrain.doctor.diagnose import diagnose
 from lightning_fasttrain.doctor.diagnosis import Diagnosis
 from lightning_fasttrain.doctor.doctor import show
 from lightning_fasttrain.doctor.observation.watch import MANY_STEPS, StepCount, Watch
-from lightning_fasttrain.doctor.observation.watched_calls import LoopSeams
+from lightning_fasttrain.doctor.observation.watched_calls import LoopPatches
 from lightning_fasttrain.doctor.page import save_diagnosis
 
 
@@ -28,13 +28,13 @@ class Examination:
         self.diagnosis: Diagnosis | None = None
         self._report = report
         self._watch: Watch | None = watch
-        self._seams = LoopSeams(watch, self._finish)
+        self._patches = LoopPatches(watch, self._finish)
 
     def __enter__(self) -> Self:
         # Other ranks are not watched, and none of them waits for the first one.
         if self._watch is not None and not (rank_zero_only.rank or 0):
             self._watch.sampler.start()
-            self._seams.install()
+            self._patches.install()
         else:
             self._watch = None
         return self
@@ -51,7 +51,7 @@ class Examination:
         """Stop watching, and report nothing."""
         watch, self._watch = self._watch, None
         if watch is not None:
-            self._seams.close()
+            self._patches.close()
             watch.close()
 
     def _finish(self) -> None:

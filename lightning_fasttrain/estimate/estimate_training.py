@@ -51,7 +51,7 @@ from lightning_fasttrain.memory.predict_memory import PRECISIONS, Loss
 from lightning_fasttrain.proof.verification.verify import as_lightning_module
 from lightning_fasttrain.technique import Technique
 from lightning_fasttrain.technique.declarations import PredictedStep
-from lightning_fasttrain.technique.technique import find_surgeons
+from lightning_fasttrain.technique.technique import find_with_surgery
 
 Row = tuple[str, str, str]  # label, value, how it is known
 
@@ -354,7 +354,7 @@ def estimate_training(
         raise ValueError(explain(f"mfu={mfu} without gpu", "on this machine it is measured", 'Add gpu="H100"'))
     precision = one_of("precision", precision or ("32-true" if gpu is None else "bf16-mixed"), tuple(PRECISIONS))
     flops = count_step_flops(module, batch, loss=loss, techniques=techniques)
-    with fake_model(module, without_recomputation(find_surgeons(techniques, PredictedStep()))) as net:
+    with fake_model(module, without_recomputation(find_with_surgery(techniques, PredictedStep()))) as net:
         parts = count_parameters_by_part(net)
     notes: list[str] = []
     memory: Memory = {}

@@ -28,7 +28,7 @@ from lightning_fasttrain.memory.fake_step import Factory, fake_batch, fake_model
 from lightning_fasttrain.memory.predict_memory import Loss, explaining_errors, forward_of
 from lightning_fasttrain.technique import Surgery, Technique
 from lightning_fasttrain.technique.declarations import PredictedStep
-from lightning_fasttrain.technique.technique import find_surgeons
+from lightning_fasttrain.technique.technique import find_with_surgery
 
 _FEW = 0.002  # of all parameters: such parts are one row
 
@@ -359,10 +359,10 @@ def count_step_flops(
     samples, tokens = count_batch(batch)
     if not samples:
         raise ValueError("batch: it holds no tensor with samples, so nothing can be counted. Pass a batch of a loader.")
-    surgeons = find_surgeons(techniques, PredictedStep())
-    others = without_recomputation(surgeons)
+    with_surgery = find_with_surgery(techniques, PredictedStep())
+    others = without_recomputation(with_surgery)
     plain = _trace(module, batch, loss, others)
-    whole = _trace(module, batch, loss, surgeons).total if len(surgeons) > len(others) else plain.total
+    whole = _trace(module, batch, loss, with_surgery).total if len(with_surgery) > len(others) else plain.total
     unit, count = ("token", tokens) if tokens else ("sample", samples)
     return plain.split_up(count, unit, samples, max(0, whole - plain.total))
 

@@ -364,7 +364,7 @@ class PromptTuning(Adapter):
         config = require_peft().PromptTuningConfig(num_virtual_tokens=tokens, prompt_tuning_init=kind)
         super().__init__(config, train=train, name=name, checkpoint=checkpoint)
 
-    def took_hold(self, model: nn.Module) -> str:
+    def describe_effect(self, model: nn.Module) -> str:
         if not any(map(has_prompt, model.modules())):
             return ""
         return f"{self.config.num_virtual_tokens} virtual tokens before the input"
@@ -422,7 +422,7 @@ class PrefixTuning(Adapter):
         )
         super().__init__(config, train=train, name=name, checkpoint=checkpoint)
 
-    def took_hold(self, model: nn.Module) -> str:
+    def describe_effect(self, model: nn.Module) -> str:
         if not any(map(has_prompt, model.modules())):
             return ""
         return f"{self.config.num_virtual_tokens} virtual tokens before every layer's keys and values"

@@ -43,7 +43,7 @@ class Position:
         phase: the phase that it was about to start.
         quiet_s: seconds since then.
         over: it has been quiet for longer than allowed.
-        told: it has shown its stacks, and waits for the end.
+        has_reported: it has shown its stacks, and waits for the end.
         error: the error with which it failed, if any.
         where: host and process.
         stack: stack of the training thread, once it is over the limit.
@@ -57,7 +57,7 @@ class Position:
     phase: str = ""
     quiet_s: float = 0.0
     over: bool = False
-    told: bool = False
+    has_reported: bool = False
     error: str = ""
     where: str = ""
     stack: str = ""
@@ -418,7 +418,7 @@ class ProgressWatch:
         board = self._board
         size = board.size if board is not None else 1
         if board is not None and others is not None:
-            self._mine = replace(self._mine, told=True, seq=self._mine.seq + 1)
+            self._mine = replace(self._mine, has_reported=True, seq=self._mine.seq + 1)
             board.publish(self._mine)
             # Only one of the responsive ranks that have read the positions reports.
             speaks = reads and min(rank for rank in (self.rank, *others) if rank not in silent) == self.rank
@@ -451,7 +451,7 @@ class ProgressWatch:
             if latest is None or board.has_ended():
                 break
             others = latest
-            if speaks and all(rank in silent or position.told for rank, position in others.items()):
+            if speaks and all(rank in silent or position.has_reported for rank, position in others.items()):
                 break
             time.sleep(0.1)
         return others

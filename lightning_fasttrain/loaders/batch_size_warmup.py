@@ -167,7 +167,7 @@ class BatchSizeWarmup(KeepsGrowth, TokenWeightedAccumulation):
     def why_not(cls, facts: Facts) -> str | None:
         return None
 
-    def took_hold(self, model: nn.Module) -> str:
+    def describe_effect(self, model: nn.Module) -> str:
         growth = self.growth
         return f"steps grow from {growth.start} to {growth.full} batches over {growth.over}"
 

@@ -378,7 +378,7 @@ class GlobalBatch(TokenWeightedAccumulation):
             return "there is one device, whose batches are the global batches"
         return None
 
-    def took_hold(self, model: nn.Module) -> str:
+    def describe_effect(self, model: nn.Module) -> str:
         return f"every step has {number_of(self.samples, 'sample')} on any number of ranks"
 
     def predict(self, step: PredictedStep) -> None:

@@ -18,12 +18,12 @@ from lightning_fasttrain.core.checks import PositiveFloat, PositiveInt, check_ar
 from lightning_fasttrain.core.messages import describe_error, explain
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.loaders.growth_schedule import GrowingBatches, Growth, grow_batches
-from lightning_fasttrain.micro_batching.normalizer.find_split import stage_of, stage_of_trainer
+from lightning_fasttrain.micro_batching.normalizer.find_split import trial_step_of, trial_step_of_trainer
 from lightning_fasttrain.technique import Exactness
 from lightning_fasttrain.technique.duration import LENGTHS, Length
 from lightning_fasttrain.trial.runs import Trial, loss_of
 from lightning_fasttrain.trial.sample_rows import Sample
-from lightning_fasttrain.trial.try_split import Stage, run_again
+from lightning_fasttrain.trial.try_split import TrialStep, run_again
 
 Resize = Callable[[Any, float], Any]
 
@@ -139,7 +139,7 @@ def check_image_sizes(
     change = resize or functools.partial(resize_images, grid=growth.grid)
     sizes = _sizes_below(growth)
     try_image_sizes(
-        stage_of(step), sample_images(batch), sizes, lambda sample, size: change(sample, size / growth.full)
+        trial_step_of(step), sample_images(batch), sizes, lambda sample, size: change(sample, size / growth.full)
     )
     return sizes
 
@@ -218,7 +218,7 @@ class ProgressiveResizing(GrowingBatches):
         self._sample: Any = None
         self._is_tried = False
 
-    def took_hold(self, model: torch.nn.Module) -> str:
+    def describe_effect(self, model: torch.nn.Module) -> str:
         growth = self.growth
         return f"images grow from {growth.start} to {growth.full} pixels over {growth.over}"
 
@@ -242,8 +242,10 @@ class ProgressiveResizing(GrowingBatches):
         if sample is None or not pl_module.automatic_optimization:
             return
         full = self.growth.full
-        stage = stage_of_trainer(trainer, pl_module, batch_idx)
-        try_image_sizes(stage, sample, _sizes_below(self.growth), lambda rows, size: self.resize(rows, size / full))
+        trial_step = trial_step_of_trainer(trainer, pl_module, batch_idx)
+        try_image_sizes(
+            trial_step, sample, _sizes_below(self.growth), lambda rows, size: self.resize(rows, size / full)
+        )
 
 
 _POSITIONS = re.compile(r"position|(^|_)pos(_|$)", re.IGNORECASE)
@@ -256,11 +258,13 @@ def sample_images(batch: object) -> Any:
     return pick_rows(batch, [0, batch_size(batch) - 1])
 
 
-def try_image_sizes(stage: Stage, sample: object, sizes: Sequence[int], resize: Callable[[Any, int], object]) -> None:
+def try_image_sizes(
+    trial_step: TrialStep, sample: object, sizes: Sequence[int], resize: Callable[[Any, int], object]
+) -> None:
     """Run the step on a few samples in each size, without a trace.
 
     Args:
-        stage: the step.
+        trial_step: the step.
         sample: a few samples in full size.
         sizes: the sizes below the full one, the smallest first.
         resize: (sample, size) → the sample in that size.
@@ -268,15 +272,15 @@ def try_image_sizes(stage: Stage, sample: object, sizes: Sequence[int], resize: 
     Raises:
         ValueError: the step failed in a size, or position embeddings are cut off there; names the module.
     """
-    for name, side in _find_patches(stage.models):
+    for name, side in _find_patches(trial_step.models):
         odd = [size for size in sizes if size % side]
         if odd:
             why = f"'{name}' reads patches of {side} pixels, so the last {odd[0] % side} rows and columns would be lost"
             raise ValueError(explain(f"images of {odd[0]} pixels", why, f"Use a start and a grid that {side} divides"))
     for size in sizes:
-        with _note_failure(stage.models) as running:
+        with _note_failure(trial_step.models) as running:
             try:
-                _run(stage, resize(sample, size), size)
+                _run(trial_step, resize(sample, size), size)
             except _PositionsError:
                 raise
             except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
@@ -284,24 +288,24 @@ def try_image_sizes(stage: Stage, sample: object, sizes: Sequence[int], resize: 
                     raise
                 where = f" in '{running[-1]}'" if running and running[-1] else ""
                 why = f"the step fails{where} with {describe_error(error)}"
-                raise ValueError(explain(f"images of {size} pixels", why, _way_out(stage.models))) from error
+                raise ValueError(explain(f"images of {size} pixels", why, _way_out(trial_step.models))) from error
 
 
-def _run(stage: Stage, sample: object, size: int) -> None:
-    step = functools.partial(_check_positions, stage, size)
+def _run(trial_step: TrialStep, sample: object, size: int) -> None:
+    step = functools.partial(_check_positions, trial_step, size)
     # No gradients are needed beside those of the position embeddings.
-    trying = replace(stage, step=step, gradients=False)
+    trying = replace(trial_step, step=step, gradients=False)
     run_again(trying, Trial(Sample(sample, 1, []), precision="as it is"))
 
 
-def _check_positions(stage: Stage, size: int, sample: object) -> Any:
+def _check_positions(trial_step: TrialStep, size: int, sample: object) -> Any:
     """Run the step, and refuse position embeddings of which only the first are used."""
-    output = stage.step(sample)
+    output = trial_step.step(sample)
     if output is None:  # the step skips this batch
         return torch.zeros(())
-    tables = dict(itertools.chain.from_iterable(map(_find_positions, stage.models)))
+    tables = dict(itertools.chain.from_iterable(map(_find_positions, trial_step.models)))
     loss = loss_of(output)
-    if not tables or not stage.gradients or not loss.requires_grad:
+    if not tables or not trial_step.gradients or not loss.requires_grad:
         return output
     gradients = torch.autograd.grad(loss, list(tables.values()), retain_graph=True, allow_unused=True)
     for name, gradient in zip(tables, gradients, strict=True):

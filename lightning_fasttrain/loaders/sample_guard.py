@@ -141,11 +141,11 @@ def guard_samples(loader: object, skip_bad_samples: NonNegativeInt = 0) -> "Guar
         ...     def __getitem__(self, index): return 1 / (index - 1)
         >>> loader = guard_samples(DataLoader(Files(), batch_size=2), skip_bad_samples=1)
         >>> import warnings
-        >>> with warnings.catch_warnings(record=True) as told:
+        >>> with warnings.catch_warnings(record=True) as caught:
         ...     warnings.simplefilter("always")
         ...     [batch.tolist() for batch in loader]
         [[-1.0], [1.0, 0.5]]
-        >>> "sample 1, read by the training process: ZeroDivisionError" in str(told[0].message)
+        >>> "sample 1, read by the training process: ZeroDivisionError" in str(caught[0].message)
         True
 
     Source:

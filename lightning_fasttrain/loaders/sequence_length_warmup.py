@@ -169,7 +169,7 @@ class SequenceLengthWarmup(GrowingBatches):
             raise TypeError(explain(f"cut={cut!r}", "expected a function of a batch and a length", "Give a function"))
         self.cut = cut or cut_sequences
 
-    def took_hold(self, model: nn.Module) -> str:
+    def describe_effect(self, model: nn.Module) -> str:
         growth = self.growth
         return f"sequences grow from {growth.start} to {growth.full} tokens over {growth.over}"
 

@@ -490,7 +490,7 @@ class Distillation(Technique):
                 stack.callback(patch(model, "training_step", _LoggedStep(distiller, model.training_step)))
             return stack.pop_all().close
 
-    def took_hold(self, model: nn.Module) -> str:
+    def describe_effect(self, model: nn.Module) -> str:
         teachers = [type(held.distiller.teacher.module).__name__ for held in wrappers_in(model, Student)]
         if not teachers:
             return ""

@@ -18,7 +18,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lightning_fasttrain.core.checks import NonNegativeFloat, PositiveInt, check_arguments, one_of
 from lightning_fasttrain.core.messages import describe_error, explain, list_some, note_once, warn
 from lightning_fasttrain.core.modules.heads import SplitHead, find_heads, on_all_ranks, outside_blocks
-from lightning_fasttrain.core.modules.wrapped_forward import Undo, WrappedForward, told_heads, wrapper_on, wrappers_on
+from lightning_fasttrain.core.modules.wrapped_forward import (
+    Undo,
+    WrappedForward,
+    output_embeddings_of,
+    wrapper_on,
+    wrappers_on,
+)
 from lightning_fasttrain.loss.chunked import autocast_dtype
 from lightning_fasttrain.loss.deferred_logits import DeferredLogits, NeedsValuesError, scale_bias
 from lightning_fasttrain.loss.linear_cross_entropy import BACKENDS, linear_cross_entropy
@@ -75,12 +81,12 @@ class HeadSearch:
 
     Attributes:
         candidates: qualified name → object that replaces the layer's forward.
-        told: whether it was reported that no candidate is a head, or a Trainer will report it.
+        is_reported: whether it was reported that no candidate is a head, or a Trainer will report it.
     """
 
     def __init__(self) -> None:
         self.candidates: dict[str, ObservedHead] = {}
-        self.told = False
+        self.is_reported = False
 
     @property
     def has_seen_a_step(self) -> bool:
@@ -109,11 +115,11 @@ class HeadSearch:
 
     def tell(self) -> None:
         """Warn once if there is no head when a second forward begins, unless a Trainer reports it."""
-        if self.told or not self.has_seen_a_step:
+        if self.is_reported or not self.has_seen_a_step:
             return
         reason = self.why_none()
         if reason is not None:
-            self.told = True
+            self.is_reported = True
             warn(explain("FusedLossHead did nothing in the first batch", *reason))
 
 
@@ -291,8 +297,8 @@ def _named_heads(model: nn.Module, head: str | None) -> dict[str, nn.Module]:
     """Return the heads that the user or the contained models name; empty if there are none."""
     modules = dict(model.named_modules())
     if head is None:
-        told = told_heads(model)
-        return {name: module for name, module in modules.items() if module in told}
+        named = output_embeddings_of(model)
+        return {name: module for name, module in modules.items() if module in named}
     if head not in modules:
         what = f"{head=} in {type(model).__name__}"
         raise ValueError(explain(what, "no such layer", f"Name the head; {_list_widest(model)}"))
@@ -485,7 +491,7 @@ class FusedLossHead(Technique):
 
     def apply(self, model: nn.Module) -> Undo:
         head, is_guessed = self.head, False
-        if head is None and self._is_predicted and not told_heads(model):
+        if head is None and self._is_predicted and not output_embeddings_of(model):
             likely = outside_blocks(model, find_heads(model))
             if len(likely) == 1:
                 head, is_guessed = likely[0], True
@@ -494,7 +500,7 @@ class FusedLossHead(Technique):
         for one in fused.values():
             one.is_guessed = is_guessed
         if self._search is not None:
-            self._search.told = self._is_asked
+            self._search.is_reported = self._is_asked
 
         def undo() -> None:
             self._fused = {}
@@ -503,7 +509,7 @@ class FusedLossHead(Technique):
 
         return undo
 
-    def took_hold(self, model: nn.Module) -> str:
+    def describe_effect(self, model: nn.Module) -> str:
         fused: list[str] = []
         searched: list[str] = []
         for name, module in model.named_modules():

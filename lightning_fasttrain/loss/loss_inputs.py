@@ -14,7 +14,7 @@ from lightning_fasttrain.core.messages import explain, note_once
 from lightning_fasttrain.core.modules.blocks import has_parameters, keep_outermost
 from lightning_fasttrain.core.modules.heads import SplitHead
 from lightning_fasttrain.core.modules.select import find_module
-from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, told_heads, wrapper_on
+from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, output_embeddings_of, wrapper_on
 from lightning_fasttrain.loss.deferred_logits import DeferredLogits, add_bias, scale_bias
 from lightning_fasttrain.loss.linear_kl_divergence import LogitsOf
 
@@ -132,12 +132,12 @@ def student_of(model: nn.Module, name: str | None) -> nn.Module:
     """Return the module of ``model`` whose output is compared with the teacher's."""
     if name is not None:
         return find_module(model, name, "student")
-    told = keep_outermost({key: m for key, m in model.named_modules() if hasattr(type(m), "get_output_embeddings")})
-    if len(told) > 1:
-        what = f"{type(model).__name__} holds several models: {', '.join(map(repr, told))}"
+    named = keep_outermost({key: m for key, m in model.named_modules() if hasattr(type(m), "get_output_embeddings")})
+    if len(named) > 1:
+        what = f"{type(model).__name__} holds several models: {', '.join(map(repr, named))}"
         raise ValueError(explain(what, "only one of them can be compared with the teacher", "Name it: student='...'"))
-    if told:
-        return next(iter(told.values()))
+    if named:
+        return next(iter(named.values()))
     if isinstance(model, L.LightningModule):
         children = [m for key, m in model.named_children() if key != PROJECTIONS and has_parameters(m)]
         # Containers have no forward for a step to call.
@@ -150,7 +150,7 @@ def head_of(model: nn.Module, name: str | None, argument: str) -> nn.Module | No
     """Return the layer that computes the logits: by name, or as Hugging Face's models define it; None if unknown."""
     if name is not None:
         return find_module(model, name, argument)
-    return next(iter(told_heads(model)), None)
+    return next(iter(output_embeddings_of(model)), None)
 
 
 def logits_in(output: object) -> Any:

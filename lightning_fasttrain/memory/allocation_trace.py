@@ -75,7 +75,7 @@ class AllocationTrace(AssumedNumbers):
     Enter it inside a ``FakeTensorMode``, whose tensors have sizes and lifetimes but no memory.
 
     Args:
-        granule: allocations are rounded up to a multiple of this many bytes.
+        multiple: allocations are rounded up to a multiple of this many bytes.
         workspace: operation → (arguments, result) → bytes of workspace that its kernel allocates, invisible to a
             fake run.
         kept: operation → (arguments, result) → the tensor in the result that is larger than in a fake run, and its
@@ -92,13 +92,13 @@ class AllocationTrace(AssumedNumbers):
 
     def __init__(
         self,
-        granule: int = 1,
+        multiple: int = 1,
         workspace: Mapping[Any, Workspace] | None = None,
         kept: Mapping[Any, Kept] | None = None,
         **assume: Any,
     ) -> None:
         super().__init__(**assume)
-        self.granule = granule
+        self.multiple = multiple
         self.workspace, self.kept = workspace or {}, kept or {}
         self.allocations: list[Allocation] = []
         self.now = 0
@@ -199,7 +199,7 @@ class AllocationTrace(AssumedNumbers):
         return self.allocations[-1]
 
     def _round_up(self, nbytes: int) -> int:
-        return -(-nbytes // self.granule) * self.granule
+        return -(-nbytes // self.multiple) * self.multiple
 
     def _forget(self, key: int, _: weakref.ref[Any]) -> None:
         self._end(self._alive.pop(key)[1])

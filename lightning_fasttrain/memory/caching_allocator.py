@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from lightning_fasttrain.memory.allocation_trace import FOR_EVER, Allocation
 
 MIB = 2**20
-GRANULE = 512  # blocks are multiples of this many bytes
+MIN_BLOCK_BYTES = 512  # blocks are multiples of this many bytes
 LARGEST_SMALL, SMALL_SEGMENT = MIB, 2 * MIB
 SMALLEST_OWN, SHARED_SEGMENT = 10 * MIB, 20 * MIB  # from this size on, a block has a segment of its own
 SEGMENT_GRANULE = 2 * MIB
@@ -39,14 +39,14 @@ class CachingAllocator:
 
     def allocate(self, nbytes: int) -> _Block:
         """Return a block of at least ``nbytes``."""
-        size = max(GRANULE, _round_up(nbytes, GRANULE))
+        size = max(MIN_BLOCK_BYTES, _round_up(nbytes, MIN_BLOCK_BYTES))
         small = size <= LARGEST_SMALL
         free = self._free[small]
         place = bisect.bisect_left(free, (size, 0))
         block = free.pop(place)[2] if place < len(free) else self._reserve(size, small)
         block.is_free = False
         left = block.size - size
-        if left >= GRANULE if small else left > LARGEST_SMALL:
+        if left >= MIN_BLOCK_BYTES if small else left > LARGEST_SMALL:
             rest = _Block(left, block.address + size, small, before=block, after=block.after)
             if block.after is not None:
                 block.after.before = rest
@@ -115,5 +115,5 @@ def _merge(block: _Block, after: _Block) -> None:
         after.after.before = block
 
 
-def _round_up(nbytes: int, granule: int) -> int:
-    return -(-nbytes // granule) * granule
+def _round_up(nbytes: int, multiple: int) -> int:
+    return -(-nbytes // multiple) * multiple

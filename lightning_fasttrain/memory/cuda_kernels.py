@@ -168,8 +168,8 @@ def efficient_backward(arguments: Sequence[object], _: object) -> int:
     return FLOAT32 * (rows * _round_up(width, block) + batch * heads * length)
 
 
-def _round_up(number: int, granule: int) -> int:
-    return -(-number // granule) * granule
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
 
 
 CUBLAS_WORKSPACE = 32 * 2**20  # on Hopper; 8.1 MiB before

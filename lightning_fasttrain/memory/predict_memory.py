@@ -24,7 +24,7 @@ from lightning_fasttrain.core.host.lightning import attached_trainer, configured
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.parameters import names_of_parameters, parameters_of
 from lightning_fasttrain.memory.allocation_trace import AllocationTrace
-from lightning_fasttrain.memory.caching_allocator import GRANULE, place_in_blocks
+from lightning_fasttrain.memory.caching_allocator import MIN_BLOCK_BYTES, place_in_blocks
 from lightning_fasttrain.memory.cuda_kernels import CUBLAS_WORKSPACE, CUDA_WORKSPACE, AsOnCuda, step_in_lists_
 from lightning_fasttrain.memory.fake_operators import AssumedArrays, AssumedNumbers
 from lightning_fasttrain.memory.fake_step import (
@@ -210,7 +210,7 @@ class _Step:
     batch: object
     loss: Loss | None
     optimizer: Optimizer | Callable[[Any], Optimizer] | None
-    surgeons: Sequence[Technique]
+    with_surgery: Sequence[Technique]
     planned: PredictedStep
 
 
@@ -225,8 +225,8 @@ def _predict(
 ) -> list[MemoryReport]:
     """Trace a step with these values where code reads values from tensors, and report on each of ``ranks``."""
     on_cuda = step.planned.on_cuda
-    granule, workspace = (GRANULE, CUDA_WORKSPACE) if on_cuda else (1, CPU_WORKSPACE)
-    trace = AllocationTrace(granule, workspace, KEPT, truth=truth, number=number, selected=selected)
+    multiple, workspace = (MIN_BLOCK_BYTES, CUDA_WORKSPACE) if on_cuda else (1, CPU_WORKSPACE)
+    trace = AllocationTrace(multiple, workspace, KEPT, truth=truth, number=number, selected=selected)
     try:
         with isolate_rng(include_cuda=False), explaining_errors():
             since = _trace_steps(trace, step, ranks)
@@ -285,12 +285,12 @@ def _ask(techniques: Sequence[Technique], planned: PredictedStep) -> list[Techni
         if not technique.predicted:
             name = type(technique).__name__
             planned.notes.append(f"{name} cannot be predicted: memory that its hooks keep or free is not counted.")
-    surgeons = []
+    with_surgery = []
     for technique in techniques:
         surgeon = technique.predict(planned)
         if surgeon is not None:
-            surgeons.append(surgeon)
-    return surgeons
+            with_surgery.append(surgeon)
+    return with_surgery
 
 
 def _trace_steps(trace: AllocationTrace, step: _Step, ranks: Sequence[OneRank]) -> int:
@@ -299,7 +299,7 @@ def _trace_steps(trace: AllocationTrace, step: _Step, ranks: Sequence[OneRank]) 
     mode, plugin = FakeTensorMode(allow_non_fake_inputs=True), PRECISIONS[planned.precision]()
     with ExitStack() as undo:
         dtype = torch.bfloat16 if planned.precision == "bf16-true" else None
-        net = undo.enter_context(fake_model(step.module, step.surgeons, dtype, mode))
+        net = undo.enter_context(fake_model(step.module, step.with_surgery, dtype, mode))
         # Settled after the surgery, which may have added weights.
         settle_(net, mode, dtype)
         trainer = undo.enter_context(attached_trainer(net))

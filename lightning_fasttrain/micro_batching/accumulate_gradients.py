@@ -25,14 +25,14 @@ from lightning_fasttrain.micro_batching.find_backbone import (
 )
 from lightning_fasttrain.micro_batching.micro_batch_forward import Backbone
 from lightning_fasttrain.micro_batching.normalizer.count_targets import Count, CountRule, named_count
-from lightning_fasttrain.micro_batching.normalizer.find_split import CannotSplitError, stage_of
+from lightning_fasttrain.micro_batching.normalizer.find_split import CannotSplitError, trial_step_of
 from lightning_fasttrain.micro_batching.normalizer.split_rule import LossSplit, OtherSplitError, WholeBatchNormalizer
 from lightning_fasttrain.micro_batching.normalizer.step_weights import StepWeights
 from lightning_fasttrain.micro_batching.padding.trim_search import TrimPadding, TrimSearch, check_budget
 from lightning_fasttrain.micro_batching.step_gradients import StepGradients, add_gradients, sum_gradients_in_float32
 from lightning_fasttrain.trial.read_normalizers import Number
 from lightning_fasttrain.trial.runs import key_of, loss_of
-from lightning_fasttrain.trial.try_split import Looks
+from lightning_fasttrain.trial.try_split import TrialSchedule
 
 Step = Callable[[Any], Any]
 Backward = Callable[[Tensor], Any]
@@ -207,7 +207,7 @@ class _Found:
 
     split: Found
     trimming: TrimSearch
-    looks: Looks = field(default_factory=Looks)
+    trial_schedule: TrialSchedule = field(default_factory=TrialSchedule)
 
 
 _found: OrderedDict[Any, _Found] = OrderedDict()  # keyed by step and count
@@ -228,7 +228,7 @@ class _Call:
 
     def __post_init__(self) -> None:
         self.count = named_count(self.count)
-        self.stage = stage_of(self.step, self.no_sync)
+        self.trial_step = trial_step_of(self.step, self.no_sync)
 
     def find(self, batches: Sequence[object], most: int, trimming: TrimSearch) -> _Found:
         """Return how the loss is split and its padding cut off, as the first of the batches with targets shows it.
@@ -246,7 +246,7 @@ class _Call:
                     break
         if self.n > 1 or trimming.is_asked_for:
             split = found.split if isinstance(found.split, LossSplit) else None
-            found.trimming.look_at(lambda: self.stage, batch, split, self.n, self.check)
+            found.trimming.examine(lambda: self.trial_step, batch, split, self.n, self.check)
         return found
 
     def _find_split(self, batch: object, most: int, trimming: TrimSearch) -> _Found:
@@ -258,9 +258,9 @@ class _Call:
         if known is None and most == 1:  # "sum" needs no labels in the batch
             return _Found(LossSplit(None, self.count if callable(self.count) else CountRule("sum")), trimming)
         known = known or _Found(guess_split(), trimming)
-        is_due = known.looks.is_due(lambda: self._may_show_more(known.split, batch))
+        is_due = known.trial_schedule.is_due(lambda: self._may_show_more(known.split, batch))
         if is_due or is_guess(known.split):
-            with known.looks.timed():
+            with known.trial_schedule.timed():
                 known.split = self.search(batch).find(known.split)
             _found[key] = known
             if len(_found) > _MOST_FOUND:
@@ -281,7 +281,7 @@ class _Call:
     def search(self, batch: object) -> BatchSearch:
         """Return the search on a batch."""
         return BatchSearch(
-            self.stage,
+            self.trial_step,
             batch,
             self.n,
             count=self.count,
@@ -292,7 +292,7 @@ class _Call:
 
     def cut(self, batch: object, n: int, trimming: TrimSearch) -> Sequence[Any]:
         """Return the ``n`` micro-batches of a batch, or as many as its budget of tokens needs."""
-        in_lockstep = rank_count() > 1 and not self.stage.may_scale
+        in_lockstep = rank_count() > 1 and not self.trial_step.may_scale
         return trimming.cut(batch, n, in_lockstep=in_lockstep).parts
 
     def accumulate(self, parts: Sequence[object], split: LossSplit, gradients: StepGradients) -> Tensor:

@@ -21,7 +21,7 @@ from lightning_fasttrain.trial.deterministic_step import list_batch_statistics
 from lightning_fasttrain.trial.runs import Run, Trial, entries_of, relative_difference
 from lightning_fasttrain.trial.sample_rows import Sample, first_micro_batch, sample_rows
 from lightning_fasttrain.trial.try_split import (
-    Stage,
+    TrialStep,
     list_other_state,
     run_again,
     try_split,
@@ -43,7 +43,7 @@ class BackboneTrial:
     parameters each run gathers parameters on all ranks, so they decide together.
 
     Attributes:
-        stage: where the step runs.
+        trial_step: where the step runs.
         trial: the unsplit run, which has a gradient only where the samples were run in micro-batches, too.
         unsplit: the calls of each module in the unsplit run.
         micro_batch: the same for some of the rows.
@@ -51,7 +51,7 @@ class BackboneTrial:
         n: number of micro-batches.
     """
 
-    stage: Stage
+    trial_step: TrialStep
     trial: Trial
     unsplit: "_Calls"
     micro_batch: "_Calls"
@@ -59,18 +59,18 @@ class BackboneTrial:
     n: int
 
     @classmethod
-    def on_samples(cls, stage: Stage, trial: Trial) -> "BackboneTrial":
+    def on_samples(cls, trial_step: TrialStep, trial: Trial) -> "BackboneTrial":
         """Try submodules on a few samples, which have been run unsplit and in micro-batches."""
         rows = trial.sample.cuttings[0][1][1]
         fewer = 0 if rows is None else rows.stop - rows.start
-        with _recording_calls(_all_modules(stage)) as unsplit:
-            run_again(stage, trial)
-        with _recording_calls(_all_modules(stage)) as micro_batch:
-            run_again(stage, trial, 1)
-        return cls(stage, trial, unsplit, micro_batch, (trial.sample.size, fewer), 2)
+        with _recording_calls(_all_modules(trial_step)) as unsplit:
+            run_again(trial_step, trial)
+        with _recording_calls(_all_modules(trial_step)) as micro_batch:
+            run_again(trial_step, trial, 1)
+        return cls(trial_step, trial, unsplit, micro_batch, (trial.sample.size, fewer), 2)
 
     @classmethod
-    def on_batch(cls, stage: Stage, batch: object, n: int) -> "BackboneTrial":
+    def on_batch(cls, trial_step: TrialStep, batch: object, n: int) -> "BackboneTrial":
         """Try submodules on a whole batch, for a step that does not run on a few of its samples.
 
         The activations of the unsplit batch may not fit in memory, so it runs without gradients.
@@ -78,12 +78,12 @@ class BackboneTrial:
         Raises: whatever the step raises.
         """
         size = batch_size(batch)
-        with _recording_calls(_all_modules(stage)) as unsplit:
-            trial = try_whole(stage, batch, size)
+        with _recording_calls(_all_modules(trial_step)) as unsplit:
+            trial = try_whole(trial_step, batch, size)
         one_row: _Calls = {}
         for module, calls in unsplit.items():
             one_row[module] = [call.expect_one_row(size) for call in calls]
-        return cls(stage, trial, unsplit, one_row, (size, 1), min(max(2, n), size))
+        return cls(trial_step, trial, unsplit, one_row, (size, 1), min(max(2, n), size))
 
     def find_shared(self, module: nn.Module) -> frozenset[str] | None:
         """Return the tensors that all micro-batches share; None where a call is not batch-first."""
@@ -117,7 +117,7 @@ class BackboneTrial:
         _, undo = backbone.install(self.n)
         try:
             with _recording_calls(backbone.modules.values()) as calls:
-                run = run_again(self.stage, self.trial)
+                run = run_again(self.trial_step, self.trial)
             is_near = self._is_near(backbone, run, calls)
         except FAILURES:
             is_near = False
@@ -149,7 +149,7 @@ class BackboneTrial:
 
     def _tell_ranks(self, mine: object) -> list[Any]:
         """Return what all ranks found, where they run together."""
-        if self.stage.gradients:
+        if self.trial_step.gradients:
             return [mine]
         return from_all_ranks([mine])
 
@@ -202,8 +202,8 @@ def _recording_calls(modules: Iterable[nn.Module]) -> Iterator[_Calls]:
         yield calls
 
 
-def _all_modules(stage: Stage) -> list[nn.Module]:
-    return list(dict.fromkeys(itertools.chain.from_iterable(map(nn.Module.modules, stage.models))))
+def _all_modules(trial_step: TrialStep) -> list[nn.Module]:
+    return list(dict.fromkeys(itertools.chain.from_iterable(map(nn.Module.modules, trial_step.models))))
 
 
 Through = str | type[nn.Module] | Sequence[str | type[nn.Module]]
@@ -220,11 +220,13 @@ _SINGLE_LAYERS = (
 _LEAST_SHARE = 0.5  # of the trained parameters; a few layers beside BatchNorm, for example, are not enough
 
 
-def name_backbone(stage: Stage, samples: Iterator[Sample], batch: object, n: int, through: Through) -> Backbone:
+def name_backbone(
+    trial_step: TrialStep, samples: Iterator[Sample], batch: object, n: int, through: Through
+) -> Backbone:
     """Return the backbone that a user named, after trying it where that is possible.
 
     Args:
-        stage: where the step runs.
+        trial_step: where the step runs.
         samples: a few samples of the batch.
         batch: the batch, which is tried as a whole where the step fails on a few samples.
         n: its number of micro-batches.
@@ -234,15 +236,15 @@ def name_backbone(stage: Stage, samples: Iterator[Sample], batch: object, n: int
         ValueError: no module has that name or class; the message lists the candidates. Or BatchNorm is in it.
         CannotSplitError: the gradient differs from that of the unsplit samples.
     """
-    backbone = _select_backbone(stage.models, through)
+    backbone = _select_backbone(trial_step.models, through)
     try:
-        trial = try_split(stage, samples)
+        trial = try_split(trial_step, samples)
     except FAILURES:
-        if stage.gradients:
+        if trial_step.gradients:
             raise
         return backbone  # with sharded parameters, the whole batch is not tried
-    tried = _try_modules(stage, trial, batch, n)
-    if tried is None or (stage.gradients and trial.why_not and not trial.failed):
+    tried = _try_modules(trial_step, trial, batch, n)
+    if tried is None or (trial_step.gradients and trial.why_not and not trial.failed):
         return backbone  # the samples show nothing, as without targets
     for name, module in backbone.modules.items():
         shared = tried.find_shared(module)
@@ -271,25 +273,25 @@ def _select_backbone(models: Sequence[nn.Module], through: Through) -> Backbone:
     return Backbone(outermost)
 
 
-def find_backbone(stage: Stage, trial: Trial | None, batch: object, n: int) -> Backbone | str:
+def find_backbone(trial_step: TrialStep, trial: Trial | None, batch: object, n: int) -> Backbone | str:
     """Return the largest submodules in which samples do not depend on one another, or why there are none.
 
     Modules whose inputs and outputs have the batch as their first axis are tried from the outermost to the innermost,
     and kept if the step with them in micro-batches has the loss and gradient of the unsplit one.
 
     Args:
-        stage: where the step runs.
+        trial_step: where the step runs.
         trial: a trial of the step on a few samples of the batch, if there is one.
         batch: the batch, which is tried as a whole where the step fails on a few samples.
         n: its number of micro-batches.
 
     Raises: what the step raises on the whole batch.
     """
-    tried = _try_modules(stage, trial, batch, n)
+    tried = _try_modules(trial_step, trial, batch, n)
     if tried is None:
         return "no samples could be tried"
-    backbone, has_statistics = _find_independent(stage.models, tried)
-    is_large = _count_trained(backbone.modules.values()) >= _LEAST_SHARE * _count_trained(stage.models)
+    backbone, has_statistics = _find_independent(trial_step.models, tried)
+    is_large = _count_trained(backbone.modules.values()) >= _LEAST_SHARE * _count_trained(trial_step.models)
     if backbone.modules and (is_large or not has_statistics):
         return backbone
     if has_statistics:
@@ -297,16 +299,16 @@ def find_backbone(stage: Stage, trial: Trial | None, batch: object, n: int) -> B
     return "no submodule with batch-first inputs and outputs was found in which samples do not depend on one another"
 
 
-def _try_modules(stage: Stage, trial: Trial | None, batch: object, n: int) -> BackboneTrial | None:
+def _try_modules(trial_step: TrialStep, trial: Trial | None, batch: object, n: int) -> BackboneTrial | None:
     """Prepare trials on a few samples, or on the whole batch where the step fails on these; None if neither works."""
     shows = trial is not None and bool(trial.splits)
-    if not stage.gradients:
+    if not trial_step.gradients:
         shows = all(from_all_ranks([shows and trial is not None and not trial.why_not]))
-    if trial is not None and shows and (trial.parameters or not stage.gradients):
-        return BackboneTrial.on_samples(stage, trial)
-    is_failed = stage.gradients and trial is not None and trial.failed
+    if trial is not None and shows and (trial.parameters or not trial_step.gradients):
+        return BackboneTrial.on_samples(trial_step, trial)
+    is_failed = trial_step.gradients and trial is not None and trial.failed
     if is_failed:
-        return BackboneTrial.on_batch(stage, batch, n)
+        return BackboneTrial.on_batch(trial_step, batch, n)
     return None
 
 
@@ -360,7 +362,7 @@ class BatchSearch:
     """Finds how the step of one batch is split.
 
     Attributes:
-        stage: the stage on which the step runs.
+        trial_step: the trial_step on which the step runs.
         batch: the batch on which it runs.
         n: number of micro-batches.
         split: how a batch is split, where it is a function of the user's.
@@ -371,7 +373,7 @@ class BatchSearch:
         whole_batches: whether these batches run unsplit, each with its own statistics.
     """
 
-    stage: Stage
+    trial_step: TrialStep
     batch: Any
     n: int
     split: Callable[[Any, int], list[Any]] = split_batch
@@ -395,9 +397,9 @@ class BatchSearch:
         how: dict[str, Any] = {"check": self.check, "preferred": self.preferred, "together": together}
         try:
             if self.whole_batches:
-                found = find_weight(self.stage, self.samples, self.batch, self.count, **how)
+                found = find_weight(self.trial_step, self.samples, self.batch, self.count, **how)
             else:
-                found = find_split(self.stage, self.samples(), self.count, log_rules=log_rules, **how)
+                found = find_split(self.trial_step, self.samples(), self.count, log_rules=log_rules, **how)
         except CannotSplitError as error:
             refused = error
         if refused is not None:  # outside of the handler, so that an error of the user's is shown alone
@@ -426,24 +428,26 @@ class BatchSearch:
         Raises:
             CannotSplitError: the loss cannot be split, or not without the other ranks.
         """
-        if not self.stage.gradients and rank_count() > 1:
+        if not self.trial_step.gradients and rank_count() > 1:
             why = f"{error}, and with sharded parameters a single rank cannot run a batch again"
             raise CannotSplitError(why)
         if attempt == 0:
             found = self.find(before, together=False)
             if found != before:
                 return found
-        if before.count is not None and before.read is not None and self.stage.may_scale:
+        if before.count is not None and before.read is not None and self.trial_step.may_scale:
             return replace(before, count=None)  # the counting rule does not match, so only the graph is read
         if self.whole_batches:
             raise CannotSplitError(f"{error}", of_window=True)
-        return self._find_backbone(CannotSplitError(f"{error}", try_split(self.stage, self.samples())), together=False)
+        return self._find_backbone(
+            CannotSplitError(f"{error}", try_split(self.trial_step, self.samples())), together=False
+        )
 
     def _find_backbone(self, error: CannotSplitError, together: bool) -> Found:
         """Return the backbone. Raises: CannotSplitError: there is none; or what the step raises on the whole batch."""
         windows = self.is_window or self.count != "auto"
-        if windows and error.trial is not None and error.trial.failed and self.stage.gradients:
-            try_whole(self.stage, self.batch)
+        if windows and error.trial is not None and error.trial.failed and self.trial_step.gradients:
+            try_whole(self.trial_step, self.batch)
         if self.is_window and not self.whole_batches and self.count == "auto":
             what = "micro-batches of a window of several batches, as with TokenWeightedAccumulation"
             why = f"{error.why}, and the samples of several batches are never in memory together"
@@ -451,7 +455,7 @@ class BatchSearch:
             raise ValueError(explain(what, why, way_out)) from None
         if self.is_window or self.count != "auto":
             raise error
-        found = find_backbone(self.stage, error.trial, self.batch, self.n)
+        found = find_backbone(self.trial_step, error.trial, self.batch, self.n)
         named = sorted(found.modules) if isinstance(found, Backbone) else found
         if together:
             for other in from_all_ranks([named]):

@@ -58,8 +58,8 @@ from lightning_fasttrain.micro_batching.normalizer.split_rule import (
 from lightning_fasttrain.micro_batching.normalizer.step_weights import DeferredFlag, StepWeights
 from lightning_fasttrain.micro_batching.out_of_memory import (
     CollectivesWatch,
+    FittingSearch,
     FurtherSavings,
-    Together,
     split_until_it_fits,
 )
 from lightning_fasttrain.micro_batching.padding.trim_search import Parts, TrimSearch, WholeParts
@@ -73,7 +73,7 @@ from lightning_fasttrain.micro_batching.step_gradients import (
 from lightning_fasttrain.trial.read_normalizers import Number
 from lightning_fasttrain.trial.runs import loss_of
 from lightning_fasttrain.trial.sample_rows import Sample, sample_groups
-from lightning_fasttrain.trial.try_split import Looks, Stage, try_split
+from lightning_fasttrain.trial.try_split import TrialSchedule, TrialStep, try_split
 
 
 class Counting(Protocol):
@@ -93,7 +93,7 @@ class Splitter(Counting, Protocol):
     parts: int
     split: Callable[[Any, int], list[Any]]
     savings: FurtherSavings
-    together: Together
+    fitting: FittingSearch
     through: Through | None
     trimming: TrimSearch
 
@@ -134,26 +134,26 @@ class SplitSearch:
         self.backbone: Backbone | None = None
         self.forwards: list[MicroBatchedForward] = []
         self._undo_backbone: Undo = lambda: None
-        self._looks = Looks()
+        self._trial_schedule = TrialSchedule()
         self._collectives = CollectivesWatch()
         self._log_looks = 0
         self._differing: dict[str, DeferredFlag] = {}
 
-    def look_at(self, batch: object, rest: list[Any]) -> None:
+    def examine(self, batch: object, rest: list[Any]) -> None:
         """Search before a batch: the first shows how to split it, and later ones may show more."""
         micro = self.micro
         # Such strategies count the collectives of a step, and detect a failed rank by a vote of their own.
         votes = micro is not None and micro.adaptive and self.trainer.world_size > 1
-        is_due = not votes and self._looks.is_due(lambda: self._may_show_more(batch))
+        is_due = not votes and self._trial_schedule.is_due(lambda: self._may_show_more(batch))
         if micro is not None:
             # Before any search, whose samples must fit in memory as a micro-batch does.
             micro.n = micro.trimming.count_parts(batch, micro.n)
         if self.split.provisional or is_due:
             self._find_split(batch, rest)
         # From the second batch on, a rank may have failed outside of a vote, and the others would wait for it here.
-        if micro is not None and micro.split is split_batch and not (votes and micro.trimming.looks.has_begun):
+        if micro is not None and micro.split is split_batch and not (votes and micro.trimming.trial_schedule.has_begun):
             split = self.split if self.backbone is None else None
-            micro.trimming.look_at(lambda: self._stage(rest), batch, split, micro.n, self._counting.check)
+            micro.trimming.examine(lambda: self._trial_step(rest), batch, split, micro.n, self._counting.check)
 
     def _may_show_more(self, batch: object) -> bool:
         """Whether a later batch could change the result."""
@@ -172,7 +172,7 @@ class SplitSearch:
     def _find_split(self, batch: object, rest: list[Any]) -> None:
         micro, search = self.micro, self._search(batch, rest)
         if micro is not None and micro.through is not None and self.backbone is None:
-            backbone = name_backbone(search.stage, search.samples(), batch, search.n, micro.through)
+            backbone = name_backbone(search.trial_step, search.samples(), batch, search.n, micro.through)
             say_backbone(backbone, "as given by through=")
             self._use(backbone)
         if self.backbone is not None and self.window is None:
@@ -180,7 +180,7 @@ class SplitSearch:
         is_one = search.split is split_batch and can_be_cut(batch) and batch_size(batch) < 2
         if is_one and self.window is None and self.trainer.world_size == 1:
             return  # its weight is 1; with several ranks, the others would wait
-        with self._looks.timed():
+        with self._trial_schedule.timed():
             found = search.find(self.split)
         self._use(found)
 
@@ -220,20 +220,20 @@ class SplitSearch:
                 differing.append(name)
         if differing:
             self._log_looks += 1
-            with self._looks.timed():
+            with self._trial_schedule.timed():
                 self._try_log_rules(batch, cut, rest, logs, differing)
         return self.split.log_rules
 
     def _try_log_rules(self, batch: object, cut: Parts, rest: list[Any], logs: BatchLogs, names: Sequence[str]) -> None:
         """Run rows of a batch until the rules that are left for each of these names give one value."""
-        stage, tries = replace(self._stage(rest), in_turn=False), 0
+        trial_step, tries = replace(self._trial_step(rest), in_turn=False), 0
         for name in names:
             for sample in sample_groups(batch, pick_groups(cut, logs.seen[name])):
                 differ = logs.compare_rules(name)
                 if differ is None or not differ or tries == _MOST_GROUPS:
                     break
                 tries += 1
-                trial = try_split(stage, iter([sample]))
+                trial = try_split(trial_step, iter([sample]))
                 matching = {one: match_log_rules(self.split, one, logs.rules[one], [trial]) for one in names}
                 logs.rules = {**logs.rules, **matching}
         self._use(replace(self.split, log_rules=logs.rules))
@@ -244,7 +244,7 @@ class SplitSearch:
             return True
         sample = Sample(pick_rows(batch, rows), len(rows), [])
         with torch.no_grad():
-            trial = try_split(replace(self._stage(rest), gradients=False, in_turn=False), iter([sample]))
+            trial = try_split(replace(self._trial_step(rest), gradients=False, in_turn=False), iter([sample]))
         return trial.is_skipped
 
     @property
@@ -280,17 +280,17 @@ class SplitSearch:
     def _search(self, batch: object, rest: list[Any]) -> BatchSearch:
         """Return the search on this batch."""
         rule = self._counting
-        search = BatchSearch(self._stage(rest), batch, 1, split_batch, rule.count, rule.check, rule.found_before)
+        search = BatchSearch(self._trial_step(rest), batch, 1, split_batch, rule.count, rule.check, rule.found_before)
         if self.micro is not None:
             search = replace(search, n=self.micro.n, split=self.micro.split)
         return replace(search, is_window=self.window is not None, whole_batches=self.micro is None)
 
-    def _stage(self, rest: list[Any]) -> Stage:
+    def _trial_step(self, rest: list[Any]) -> TrialStep:
         module, strategy = self.trainer.lightning_module, self.trainer.strategy
         sharded = is_sharded(module)
         # Bypass the strategy where possible, so that nothing is synchronized and no engine waits for a backward.
         training_step = strategy.training_step if sharded else module.training_step
-        return Stage(
+        return TrialStep(
             self._collectives.wrap(lambda rows: training_step(rows, *rest)),
             [module],
             strategy.precision_plugin.train_step_context,
@@ -389,7 +389,7 @@ class BatchClosures:
             why = "the module fetches its batches itself, so there is no batch to split"
             raise TypeError(explain("training_step(self, dataloader_iter)", why, "Take `batch` in training_step"))
         batch, *rest = kwargs.values()
-        self.search.look_at(batch, rest)
+        self.search.examine(batch, rest)
         for attempt in range(TRIES):
             try:
                 return _BatchRun(self, batch, rest, optimizer).run()
@@ -486,11 +486,11 @@ class _BatchRun:
         def attempt(n: int) -> _Ran:
             return self._run_in(micro, self.batch, n)
 
-        module, together = self.trainer.lightning_module, micro.together
-        left, agree = micro.savings.list_left(module), together.agree
-        with together.run_alone(), together.restorable(module) as state:  # ranks share buffers at its beginning
+        module, fitting = self.trainer.lightning_module, micro.fitting
+        left, agree = micro.savings.list_left(module), fitting.agree
+        with fitting.run_alone(), fitting.restorable(module) as state:  # ranks share buffers at its beginning
             ran, micro.n = split_until_it_fits(attempt, module, micro.n, most, then=left, agree=agree, state=state)
-        together.join()
+        fitting.join()
         return ran
 
     def _run_parts(self, cut: Parts) -> _Ran:

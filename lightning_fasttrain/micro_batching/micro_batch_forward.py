@@ -234,7 +234,7 @@ class MicroBatchedForward(RecomputedForward):
 
         versions = self.versions_of(tensors)
         output = recompute_in_backward(run, tensors, self.contexts(nullcontext(), nullcontext()))
-        self.look_at(output, tensors, versions)
+        self.examine(output, tensors, versions)
         return output
 
     def _join(self, outputs: list[Any], sizes: Sequence[int], path: str) -> Any:

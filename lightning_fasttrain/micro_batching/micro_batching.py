@@ -23,7 +23,12 @@ from lightning_fasttrain.micro_batching.normalizer.count_targets import (
     rule_state,
 )
 from lightning_fasttrain.micro_batching.normalizer.split_rule import LossSplit
-from lightning_fasttrain.micro_batching.out_of_memory import FurtherSavings, Together, refuse_collectives, together_of
+from lightning_fasttrain.micro_batching.out_of_memory import (
+    FittingSearch,
+    FurtherSavings,
+    fitting_search_of,
+    refuse_collectives,
+)
 from lightning_fasttrain.micro_batching.padding.trim_search import LOOKED_FOR, TrimPadding, TrimSearch, check_budget
 from lightning_fasttrain.technique import Capability, Conflict, Exactness, Technique, check_together
 from lightning_fasttrain.technique.declarations import PredictedStep
@@ -138,7 +143,7 @@ class MicroBatching(Technique):
         self.found: LossSplit | None = None
         self.found_before: CountRule | None = None
         self.parts = 0  # micro-batches of the last batch
-        self.together = Together()
+        self.fitting = FittingSearch()
 
     @classmethod
     def conflicts(cls) -> tuple[Conflict, ...]:
@@ -179,17 +184,17 @@ class MicroBatching(Technique):
             return leave
         # Techniques applied later must be compatible with the others: this is checked now, not during the run.
         check_together([*techniques_of(trainer), *self.savings.techniques], trainer.strategy)
-        self.together = together_of(trainer)
+        self.fitting = fitting_search_of(trainer)
 
         def undo() -> None:
             leave()
             self.savings.close()
-            self.together.leave()
-            self.together = Together()
+            self.fitting.leave()
+            self.fitting = FittingSearch()
 
         return undo
 
-    def took_hold(self, model: nn.Module) -> str:
+    def describe_effect(self, model: nn.Module) -> str:
         if self.trimming.max_tokens is not None:
             return f"micro-batches hold at most {self.trimming.max_tokens} tokens"
         parts = f"each batch runs in {number_of(self.n, 'micro-batch', 'micro-batches')}"

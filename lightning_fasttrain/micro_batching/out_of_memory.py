@@ -29,7 +29,7 @@ _WAITS = "the other ranks would wait there for a rank that runs out of memory ea
 _WAY_OUT = "Give a number, as MicroBatching(8): then no batch is retried"
 
 
-class Together:
+class FittingSearch:
     """The search for a number of micro-batches by all processes of a run; this base class is for a single process."""
 
     def __init__(self, several: bool = False) -> None:
@@ -70,7 +70,7 @@ class Together:
                 dist.destroy_process_group(self._group)
 
 
-class DDPTogether(Together):
+class DDPFittingSearch(FittingSearch):
     """For DDP: its collectives run before the first micro-batch and after the last, where no rank can run out of
     memory.
 
@@ -106,16 +106,16 @@ class DDPTogether(Together):
         return replica
 
 
-def together_of(trainer: L.Trainer) -> Together:
+def fitting_search_of(trainer: L.Trainer) -> FittingSearch:
     """Return how the processes of this run search together.
 
     Raises:
         ValueError: a strategy whose forwards wait for other ranks.
     """
     if trainer.world_size == 1:
-        return Together()
+        return FittingSearch()
     if isinstance(trainer.strategy, DDPStrategy) and replicates(trainer.strategy):
-        return DDPTogether(trainer.strategy)
+        return DDPFittingSearch(trainer.strategy)
     what = f"MicroBatching('auto') with {type(trainer.strategy).__name__} on {trainer.world_size} processes"
     why = f"parameters are gathered inside forward and backward, and {_WAITS}"
     raise ValueError(explain(what, why, "Give a number, as MicroBatching(8), or use DDP"))
@@ -493,9 +493,9 @@ def _shortfall(error: torch.OutOfMemoryError) -> str:
         ': at least 1536 MiB more are needed'
     """
     number = r"([\d.]+) (bytes|KiB|MiB|GiB)"
-    told = re.search(rf"allocate {number}.*of which {number} is free", f"{error}", re.DOTALL)
-    if told is None:
+    matched = re.search(rf"allocate {number}.*of which {number} is free", f"{error}", re.DOTALL)
+    if matched is None:
         return ""
-    asked, unit, free, unit_of_free = told.groups()
+    asked, unit, free, unit_of_free = matched.groups()
     missing = float(asked) * _MIB[unit] - float(free) * _MIB[unit_of_free]
     return f": at least {max(missing, 1.0):.0f} MiB more are needed"

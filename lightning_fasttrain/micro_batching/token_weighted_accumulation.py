@@ -152,7 +152,7 @@ class TokenWeightedAccumulation(Technique):
             return "a step is one batch on one device, whose targets already have the same weight"
         return None
 
-    def took_hold(self, model: nn.Module) -> str:
+    def describe_effect(self, model: nn.Module) -> str:
         factors = sorted(set(self.schedule.values()))
         return f"every target of {' or '.join(map(str, factors))} batches has the same weight in a step"
 

@@ -273,7 +273,7 @@ class ActivationCheckpointing(Technique):
             raise ValueError(explain(f"ActivationCheckpointing({self.policy})", why, way_out))
         return self
 
-    def took_hold(self, model: nn.Module) -> str:
+    def describe_effect(self, model: nn.Module) -> str:
         blocks = count_wrapped(model, CheckpointedForward)
         if not blocks:
             return ""

@@ -177,7 +177,7 @@ class Offload:
             raise ValueError(explain(f"folder={str(folder)!r}", "the folder does not exist", "Create it first"))
         self.spill: SpillFolder | None = None
         self.largest_left = 0  # bytes of the largest tensor below min_mib
-        self.moved = self.cannot_pin = self.told = False
+        self.moved = self.cannot_pin = self.is_reported = False
         self._streams: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
         # A copy keeps a weak reference to its storage, so that its address is not reused while it is listed.
         self._stored: weakref.WeakValueDictionary[tuple[Any, ...], StoredBytes] = weakref.WeakValueDictionary()
@@ -236,8 +236,8 @@ class Offload:
         self._order.append(weakref.ref(saved))
 
     def _unpack(self, saved: "_Saved") -> Tensor:
-        if not self.told:  # the first backward: a complete forward has been seen
-            self.told = True
+        if not self.is_reported:  # the first backward: a complete forward has been seen
+            self.is_reported = True
             self._tell_if_idle()
         tensor = saved.unpack()
         if isinstance(saved.stored, PinnedCopy):
@@ -524,7 +524,7 @@ class ActivationOffload(Technique):
                 undos.append(OffloadedForward(block, offload).install())
         return undo_all(undos)
 
-    def took_hold(self, model: nn.Module) -> str:
+    def describe_effect(self, model: nn.Module) -> str:
         blocks = count_wrapped(model, OffloadedForward)
         where = "host memory" if self.settings[2] is None else "files"
         return blocks and f"activations of {blocks} are kept in {where}"

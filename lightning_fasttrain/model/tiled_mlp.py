@@ -206,7 +206,7 @@ class TiledMLP(Technique):
     def why_not(cls, facts: Facts) -> str | None:
         return why_no_blocks(facts)
 
-    def took_hold(self, model: nn.Module) -> str:
+    def describe_effect(self, model: nn.Module) -> str:
         return count_wrapped(model, TiledForward, "MLP")
 
     def why_idle(self, model: nn.Module) -> tuple[str, str] | None:

@@ -123,7 +123,7 @@ class Schedule(LRScheduler):
         self.optimizer, self.request, self.module = optimizer, request, module
         self.plan: RatePlan | None = None
         self.updates = self.seen = self.coming = 0
-        self.is_told = False  # whether an engine reports updates
+        self.engine_reports = False  # whether an engine reports updates
         self._loaded_plan: dict[str, Any] | None = None
         # An earlier schedule has changed the learning rates, and has left those from before it under this name.
         for group in optimizer.param_groups:
@@ -185,7 +185,7 @@ class Schedule(LRScheduler):
         trainer = self._find_trainer()
         if trainer is None:
             return True
-        if isinstance(trainer.strategy, DeepSpeedStrategy) and not self.is_told:
+        if isinstance(trainer.strategy, DeepSpeedStrategy) and not self.engine_reports:
             what = f"a schedule under {type(trainer.strategy).__name__} whose engine does not report updates"
             why = "DeepSpeed steps an optimizer shard by shard, and each would be counted as an update"
             raise RuntimeError(explain(what, why, "Use ft.ZeROStrategy, and create it in configure_optimizers"))
@@ -244,7 +244,7 @@ class Schedule(LRScheduler):
             raise RuntimeError(explain("a schedule with module= in a loop", why, "Give total=10_000 instead"))
 
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
-        if not was_skipped_on_device(optimizer) and not self.is_told and self._is_in_charge():
+        if not was_skipped_on_device(optimizer) and not self.engine_reports and self._is_in_charge():
             self.end_update()
 
     def end_update(self) -> None:
@@ -268,7 +268,7 @@ def count_by_engine(optimizer: Optimizer) -> list[Schedule]:
     for hook in optimizer._optimizer_step_post_hooks.values():
         owner = getattr(hook, "__self__", None)
         if isinstance(owner, Schedule):
-            owner.is_told = True
+            owner.engine_reports = True
             schedules.append(owner)
     return schedules
 

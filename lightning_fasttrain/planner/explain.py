@@ -16,7 +16,7 @@ from lightning_fasttrain.proof.verification.short_run import quietly
 from lightning_fasttrain.technique import Technique
 from lightning_fasttrain.technique.declarations import PredictedStep
 from lightning_fasttrain.technique.explanation import Explanation, explain_model, explain_run, padding_of
-from lightning_fasttrain.technique.technique import find_surgeons
+from lightning_fasttrain.technique.technique import find_with_surgery
 
 
 @check_arguments
@@ -96,9 +96,9 @@ def explain(
 
 def _explain_ahead(setup: TrainingSetup, batch: object) -> Explanation:
     planned = PredictedStep(setup.precision, setup.predicted_device == "cuda")
-    surgeons = find_surgeons(setup.techniques, planned)
+    with_surgery = find_with_surgery(setup.techniques, planned)
     strategy, ranks, accumulation = setup.as_trained
-    with quietly(), fake_model(setup.module, surgeons) as copy:
+    with quietly(), fake_model(setup.module, with_surgery) as copy:
         return explain_model(
             copy,
             setup.techniques,

@@ -35,7 +35,7 @@ from lightning_fasttrain.technique.declarations import (
     facts_of_machine,
 )
 from lightning_fasttrain.technique.explanation import padding_of
-from lightning_fasttrain.technique.technique import find_surgeons, techniques_of
+from lightning_fasttrain.technique.technique import find_with_surgery, techniques_of
 
 
 @dataclass(frozen=True)
@@ -268,7 +268,7 @@ class _Asker:
         self.notes: list[str] = []
         self.peak_bytes: int | None = None
         planned = PredictedStep(setup.precision, setup.predicted_device == "cuda")
-        with fake_model(setup.module, find_surgeons(setup.techniques, planned)) as copy:
+        with fake_model(setup.module, find_with_surgery(setup.techniques, planned)) as copy:
             self.facts = _facts(setup, copy)
         if batch is None:
             return

@@ -29,7 +29,7 @@ class Reporting(Protocol):
 
     surgery: ClassVar[Surgery | None]
 
-    def took_hold(self, model: nn.Module) -> str: ...
+    def describe_effect(self, model: nn.Module) -> str: ...
 
     def does(self, capability: Capability) -> bool: ...
 
@@ -234,7 +234,7 @@ def describe_acting(techniques: Sequence[Reporting], model: nn.Module) -> tuple[
     in_order = sorted(techniques, key=lambda technique: technique.surgery or math.inf)
     acting: list[Acting] = []
     for one in in_order:
-        acting.append(Acting(type(one).__name__, repr(one), one.took_hold(model), one.exactness_on(model).value))
+        acting.append(Acting(type(one).__name__, repr(one), one.describe_effect(model), one.exactness_on(model).value))
     return tuple(acting)
 
 

@@ -206,7 +206,7 @@ class Technique(L.Callback):
         """Return, after the first training batch, why it had no effect and what to do; None if it had one."""
         return None
 
-    def took_hold(self, model: nn.Module) -> str:
+    def describe_effect(self, model: nn.Module) -> str:
         """Return half a sentence on what it acts on, for the start of a run; "" if its arguments say enough."""
         return ""
 
@@ -243,7 +243,7 @@ class Technique(L.Callback):
         self._close()
         refuse_earlier_shards(pl_module, trainer.strategy)
         for callback in trainer.callbacks:
-            if isinstance(callback, Onlooker):
+            if isinstance(callback, EarlyObserver):
                 callback.look(trainer, pl_module)
         self._undo = undo = ExitStack()
         if stage == "fit":
@@ -254,10 +254,10 @@ class Technique(L.Callback):
             technique.acting = True
             _push(undo, technique.attach(trainer, pl_module))
             leave_out_empty_hooks(technique, undo)  # after attach, which may give the technique a hook
-        surgeons = [technique for technique in techniques if technique.surgery is not None]
+        with_surgery = [technique for technique in techniques if technique.surgery is not None]
 
         def operate() -> None:
-            undo.enter_context(apply(pl_module, surgeons))  # on the stack of the run, which undoes the last first
+            undo.enter_context(apply(pl_module, with_surgery))  # on the stack of the run, which undoes the last first
             if stage == "fit":
                 refuse_all_frozen(pl_module)
 
@@ -294,7 +294,7 @@ class Technique(L.Callback):
         return {**kept, "_undo": None}
 
 
-class Onlooker(L.Callback):
+class EarlyObserver(L.Callback):
     """A callback that looks at model and Trainer while they are as the user made them, before any technique acts."""
 
     def look(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -310,20 +310,20 @@ def techniques_of(trainer: L.Trainer) -> list[Technique]:
     return [callback for callback in trainer.callbacks if isinstance(callback, Technique)]
 
 
-def find_surgeons(techniques: Iterable[Technique], step: PredictedStep) -> list[Technique]:
+def find_with_surgery(techniques: Iterable[Technique], step: PredictedStep) -> list[Technique]:
     """Return the techniques that operate on a predicted model; each writes into ``step`` what it changes about it."""
-    surgeons: list[Technique] = []
+    with_surgery: list[Technique] = []
     for technique in techniques:
         with suppress(ValueError):  # one that decides by measuring cannot be predicted
             surgeon = technique.predict(step)
-            surgeons += [] if surgeon is None else [surgeon]
-    return surgeons
+            with_surgery += [] if surgeon is None else [surgeon]
+    return with_surgery
 
 
 def predict_window(techniques: Iterable[Technique]) -> int:
     """Return the number of batches that techniques combine into one optimizer step; 1 if they combine none."""
     planned = PredictedStep()
-    find_surgeons(techniques, planned)
+    find_with_surgery(techniques, planned)
     return planned.window
 
 

@@ -58,7 +58,7 @@ Changes = Mapping[str, tuple[Any, Any]]  # name → the value before a run, and 
 
 
 @dataclass(frozen=True)
-class Stage:
+class TrialStep:
     """A step and the environment it runs in.
 
     Attributes:
@@ -81,33 +81,33 @@ class Stage:
     may_scale: bool = True
 
 
-def try_split(stage: Stage, samples: Iterator[Sample], precision: str = "float32") -> Trial:
+def try_split(trial_step: TrialStep, samples: Iterator[Sample], precision: str = "float32") -> Trial:
     """Run the step on a few samples, unsplit and in micro-batches, as far as memory and the step allow."""
     trial: Trial | None = None
     for sample in samples:
-        trial = _try_sample(stage, sample, precision)
+        trial = _try_sample(trial_step, sample, precision)
         # Ranks with sharded parameters must run the same number of forwards.
-        if not trial.why_not or trial.is_skipped or not stage.gradients:
+        if not trial.why_not or trial.is_skipped or not trial_step.gradients:
             break
     assert trial is not None
     return trial
 
 
-def distinguish_rounding(stage: Stage, trial: Trial, error_of: Callable[[Trial], float]) -> Trial:
+def distinguish_rounding(trial_step: TrialStep, trial: Trial, error_of: Callable[[Trial], float]) -> Trial:
     """Return a trial in float64 where the error of the given one may be rounding; otherwise the given one.
 
     Without it, 5% of a gradient pass as rounding under autocast and in bfloat16:
     ``test_a_weak_influence_of_other_samples_is_distinguished_from_rounding``.
 
     Args:
-        stage: where the step runs.
+        trial_step: where the step runs.
         trial: a trial of the step.
         error_of: returns the relative error of what is tried.
     """
     # Ranks with sharded parameters must run the same number of forwards.
-    if not stage.gradients or trial.limit <= FLOAT64 or not _SURE < error_of(trial) <= _UNSURE:
+    if not trial_step.gradients or trial.limit <= FLOAT64 or not _SURE < error_of(trial) <= _UNSURE:
         return trial
-    precise = try_split(replace(stage, in_turn=False), iter([trial.sample]), "float64")
+    precise = try_split(replace(trial_step, in_turn=False), iter([trial.sample]), "float64")
     if precise.precision != "float64" or precise.why_not:
         return trial
     # It must change rounding alone: kernels of quantized layers, for instance, do not support it.
@@ -118,10 +118,10 @@ def distinguish_rounding(stage: Stage, trial: Trial, error_of: Callable[[Trial],
     return trial
 
 
-def try_unsplit(stage: Stage, sample: Sample, precision: str = "float32") -> Trial:
+def try_unsplit(trial_step: TrialStep, sample: Sample, precision: str = "float32") -> Trial:
     """Run the step on an unsplit sample. Raises: whatever the step raises, or that it returns no loss."""
     try:
-        return _try(stage, replace(sample, cuttings=[]), precision)
+        return _try(trial_step, replace(sample, cuttings=[]), precision)
     except _NoLossError as error:
         raise error.reason from None
     except Exception as error:
@@ -129,24 +129,24 @@ def try_unsplit(stage: Stage, sample: Sample, precision: str = "float32") -> Tri
         raise
 
 
-def try_whole(stage: Stage, batch: object, size: int = 1) -> Trial:
+def try_whole(trial_step: TrialStep, batch: object, size: int = 1) -> Trial:
     """Run the step on a whole batch, without gradients. Raises: what the step raises."""
     with torch.no_grad():
-        return try_unsplit(replace(stage, gradients=False), Sample(batch, size, []))
+        return try_unsplit(replace(trial_step, gradients=False), Sample(batch, size, []))
 
 
-def _try_sample(stage: Stage, sample: Sample, precision: str) -> Trial:
+def _try_sample(trial_step: TrialStep, sample: Sample, precision: str) -> Trial:
     """Run in the given precision; if the step fails in it or runs out of memory, in the step's own precision."""
     precisions = [precision, "as it is"]
     expected: tuple[type[Exception], ...] = (Exception,)  # where the step fails on the whole batch, its error is shown
-    if not stage.gradients:  # three runs, and a rank that fails must not leave the others waiting in a further one
+    if not trial_step.gradients:  # three runs, and a rank that fails must not leave the others waiting in a further one
         sample, precisions, expected = replace(sample, cuttings=sample.cuttings[:1]), ["as it is"], ()
     failure, failed = "", False
     for tried in dict.fromkeys(precisions):
         try:
-            return _try(stage, sample, tried)
+            return _try(trial_step, sample, tried)
         except _NoLossError as error:
-            if error.output is not None or not stage.may_skip:
+            if error.output is not None or not trial_step.may_skip:
                 raise error.reason from None
             return Trial(sample, why_not="the step returned None", is_skipped=True)
         except expected as error:
@@ -157,40 +157,42 @@ def _try_sample(stage: Stage, sample: Sample, precision: str) -> Trial:
     return Trial(sample, why_not=failure, failed=failed)
 
 
-def _try(stage: Stage, sample: Sample, precision: str, moved: Sequence[str] = ()) -> Trial:
+def _try(trial_step: TrialStep, sample: Sample, precision: str, moved: Sequence[str] = ()) -> Trial:
     mode = DeterministicStep(precision)
-    with _undone(stage, precision, moved) as state:
-        if stage.gradients and _is_undecided(stage):  # runs before and after are not comparable
-            _run_once(stage, mode, sample.whole, None, sample.size)
+    with _undone(trial_step, precision, moved) as state:
+        if trial_step.gradients and _is_undecided(trial_step):  # runs before and after are not comparable
+            _run_once(trial_step, mode, sample.whole, None, sample.size)
             state.restore()
-        whole = _run_once(stage, mode, sample.whole, None, sample.size)
-        whole.left = _read_state(stage, state)
-        whole.metrics = _read_metrics(stage.models)
+        whole = _run_once(trial_step, mode, sample.whole, None, sample.size)
+        whole.left = _read_state(trial_step, state)
+        whole.metrics = _read_metrics(trial_step.models)
         # A teacher that still equals its student: nothing that a step does to it would be seen.
         unmoved: Sequence[str] = ()
-        if stage.gradients and stage.in_turn and not moved:
+        if trial_step.gradients and trial_step.in_turn and not moved:
             unmoved = state.list_unchanged_writes()
         if not unmoved:
-            trial = _try_micro_batches(stage, mode, state, sample, whole)
+            trial = _try_micro_batches(trial_step, mode, state, sample, whole)
     if unmoved:
-        return _try(stage, sample, precision, unmoved)
+        return _try(trial_step, sample, precision, unmoved)
     trial = replace(trial, precision=precision, moved=moved)
     if mode.statistics:
-        for model in stage.models:
+        for model in trial_step.models:
             trial.statistics = [*trial.statistics, *map(repr, list_batch_statistics(model))]
     trial.rounding = mode.autocast or mode.rounds or _uses_tf32(trial.parameters)
     trial.in_float32 = mode.in_float32
-    trial.why_not = _why_not(mode, trial, stage)
+    trial.why_not = _why_not(mode, trial, trial_step)
     return trial
 
 
-def _is_undecided(stage: Stage) -> bool:
+def _is_undecided(trial_step: TrialStep) -> bool:
     """Whether a technique decides by the next run what it does in later ones, as where a head is not named."""
-    wrappers = itertools.chain.from_iterable(wrappers_in(model, WrappedForward) for model in stage.models)
+    wrappers = itertools.chain.from_iterable(wrappers_in(model, WrappedForward) for model in trial_step.models)
     return any(wrapper.is_undecided for wrapper in wrappers)
 
 
-def _try_micro_batches(stage: Stage, mode: DeterministicStep, state: StepState, sample: Sample, whole: Run) -> Trial:
+def _try_micro_batches(
+    trial_step: TrialStep, mode: DeterministicStep, state: StepState, sample: Sample, whole: Run
+) -> Trial:
     """Run the micro-batches of a sample, after the unsplit run, whose changes are not undone yet."""
     splits: list[list[Run]] = []
     left_otherwise: dict[str, None] = {}
@@ -199,18 +201,18 @@ def _try_micro_batches(stage: Stage, mode: DeterministicStep, state: StepState, 
         state.restore()
         splits.append([])
         for micro_batch, rows in cutting:
-            if stage.in_turn:
+            if trial_step.in_turn:
                 state.restore_generators()
             else:
                 state.restore()
-            splits[-1].append(_run_once(stage, mode, micro_batch, rows, sample.size))
-        if stage.in_turn:
-            left_otherwise |= dict.fromkeys(list_other_state(whole.left, _read_state(stage, state)))
-            metrics = _read_metrics(stage.models)
+            splits[-1].append(_run_once(trial_step, mode, micro_batch, rows, sample.size))
+        if trial_step.in_turn:
+            left_otherwise |= dict.fromkeys(list_other_state(whole.left, _read_state(trial_step, state)))
+            metrics = _read_metrics(trial_step.models)
             other_metrics |= {name for name in metrics if not same_values(metrics[name], whole.metrics[name], _LOGGED)}
     trial = Trial(sample, whole, splits, metrics=sorted(other_metrics))
     if left_otherwise:
-        trial = _judge_state(stage, mode, state, trial, list(left_otherwise))
+        trial = _judge_state(trial_step, mode, state, trial, list(left_otherwise))
     if splits:
         # A step may create leaves of its own, such as inputs of a gradient penalty, which differ between runs.
         others = set(itertools.chain.from_iterable(run.entries for run in trial.runs[1:]))
@@ -220,7 +222,9 @@ def _try_micro_batches(stage: Stage, mode: DeterministicStep, state: StepState, 
     return trial
 
 
-def _judge_state(stage: Stage, mode: DeterministicStep, state: StepState, trial: Trial, names: list[str]) -> Trial:
+def _judge_state(
+    trial_step: TrialStep, mode: DeterministicStep, state: StepState, trial: Trial, names: list[str]
+) -> Trial:
     """Return the trial with what is known of the state under these names, which micro-batches leave otherwise.
 
     It is scratch if every step writes it anew: after a second unsplit step it is the same, and what the first one left
@@ -228,16 +232,16 @@ def _judge_state(stage: Stage, mode: DeterministicStep, state: StepState, trial:
     """
     whole, sample = trial.whole, trial.sample
     scratch: set[str] = set()
-    settles = not stage.gradients  # ranks with sharded parameters must run the same number of forwards
-    if stage.gradients:
+    settles = not trial_step.gradients  # ranks with sharded parameters must run the same number of forwards
+    if trial_step.gradients:
         state.restore()
         for _ in range(2):
             state.restore_generators()
-            again = _run_once(stage, mode, sample.whole, None, sample.size)
+            again = _run_once(trial_step, mode, sample.whole, None, sample.size)
         settles = again.entries.keys() == whole.entries.keys()
         settles = settles and relative_difference(whole.values, again.values) <= _SURE
         if settles:
-            scratch = whole.left.keys() - list_other_state(whole.left, _read_state(stage, state))
+            scratch = whole.left.keys() - list_other_state(whole.left, _read_state(trial_step, state))
     lasting = [name for name in names if name not in scratch]
     filled = [name for name in lasting if settles and _is_list(whole.left.get(name))]
     return replace(trial, scratch=scratch, filled=filled, state=[name for name in lasting if name not in filled])
@@ -258,10 +262,10 @@ def _is_list(change: tuple[Any, Any] | None) -> bool:
     return change is not None and isinstance(change[1], list)
 
 
-def _read_state(stage: Stage, state: StepState) -> Changes:
+def _read_state(trial_step: TrialStep, state: StepState) -> Changes:
     """Return what differs from ``state``, without metrics, whose values are weighted like logged ones."""
     found = state.differences()
-    metrics = _name_metrics(stage.models)
+    metrics = _name_metrics(trial_step.models)
     return {name: value for name, value in found.items() if not name.startswith(metrics)}
 
 
@@ -292,41 +296,41 @@ def _name_metrics(models: Sequence[nn.Module]) -> tuple[str, ...]:
 
 
 @contextmanager
-def _undone(stage: Stage, precision: str, moved: Sequence[str] = ()) -> Iterator[StepState]:
+def _undone(trial_step: TrialStep, precision: str, moved: Sequence[str] = ()) -> Iterator[StepState]:
     """Undo what runs of the step change, at the end; yields the state from before.
 
     In float64 the parameters are, too, so that their gradients are not rounded to the parameters' own dtype.
 
     Args:
-        stage: where the step runs.
+        trial_step: where the step runs.
         precision: the precision in which it runs.
         moved: names of tensors that differ a little from what they are.
     """
     cast: list[nn.Parameter] = []
     if precision == "float64":
-        held = dict.fromkeys(itertools.chain.from_iterable(map(nn.Module.parameters, stage.models)))
+        held = dict.fromkeys(itertools.chain.from_iterable(map(nn.Module.parameters, trial_step.models)))
         cast = [parameter for parameter in held if parameter.dtype in (torch.float32, *LOW)]
     with ExitStack() as undo:
         for parameter in cast:
             undo.callback(setattr, parameter, "data", parameter.data)
             parameter.data = parameter.data.double()
         if moved:
-            unmoved = StepState(stage.models)
+            unmoved = StepState(trial_step.models)
             undo.callback(unmoved.restore)
             unmoved.move_(moved)
-        state = StepState(stage.models, parameters=not _moves_parameters(stage))
+        state = StepState(trial_step.models, parameters=not _moves_parameters(trial_step))
         undo.callback(state.restore)
         # Micro-batches too: a codebook may renew more of its unused codes where there are fewer samples.
-        undo.enter_context(nullcontext() if _moves_parameters(stage) else state.watch())
+        undo.enter_context(nullcontext() if _moves_parameters(trial_step) else state.watch())
         yield state
 
 
-def _moves_parameters(stage: Stage) -> bool:
+def _moves_parameters(trial_step: TrialStep) -> bool:
     """Whether parameters are replaced in a forward, as by strategies that shard them."""
-    return any(map(is_sharded, stage.models))
+    return any(map(is_sharded, trial_step.models))
 
 
-def _why_not(mode: DeterministicStep, trial: Trial, stage: Stage) -> str:
+def _why_not(mode: DeterministicStep, trial: Trial, trial_step: TrialStep) -> str:
     """Return why the runs of a trial cannot be compared; empty if they can."""
     whole, *others = trial.runs
     if not others:
@@ -337,18 +341,18 @@ def _why_not(mode: DeterministicStep, trial: Trial, stage: Stage) -> str:
         return "the step draws random numbers with Python or NumPy, more of them for more samples"
     if not whole.is_finite:
         return NOT_FINITE
-    if stage.gradients and not whole.values[1:].any():
+    if trial_step.gradients and not whole.values[1:].any():
         return NO_GRADIENT
     return ""
 
 
-def run_again(stage: Stage, trial: Trial, micro_batch: int | None = None) -> Run:
+def run_again(trial_step: TrialStep, trial: Trial, micro_batch: int | None = None) -> Run:
     """Run the step once more, on the unsplit sample of a trial or on one of its first micro-batches."""
     sample = trial.sample
     batch, rows = (sample.whole, None) if micro_batch is None else sample.cuttings[0][micro_batch]
-    with _undone(stage, trial.precision, trial.moved) as state:
-        run = _run_once(stage, DeterministicStep(trial.precision), batch, rows, sample.size)
-        run.left = _read_state(stage, state)
+    with _undone(trial_step, trial.precision, trial.moved) as state:
+        run = _run_once(trial_step, DeterministicStep(trial.precision), batch, rows, sample.size)
+        run.left = _read_state(trial_step, state)
         return run
 
 
@@ -365,18 +369,18 @@ def watching_calls(modules: Iterable[nn.Module], note: Callable[[nn.Module, Any,
         yield
 
 
-def _run_once(stage: Stage, mode: DeterministicStep, batch: object, rows: Rows | None, samples: int) -> Run:
+def _run_once(trial_step: TrialStep, mode: DeterministicStep, batch: object, rows: Rows | None, samples: int) -> Run:
     """Run the step on a batch, which holds these rows of the samples; all of them if None."""
     mode.begin(rows, samples)
-    with without_compiling(), _collecting_logs(stage.models) as logged, stage.context():
+    with without_compiling(), _collecting_logs(trial_step.models) as logged, trial_step.context():
         with nullcontext() if mode.precision == "as it is" else _without_autocast():
-            with without_rounding(stage.models), mode:
-                output = stage.step(batch)
+            with without_rounding(trial_step.models), mode:
+                output = trial_step.step(batch)
                 loss = _loss(output)
                 if type(output) is dict:
                     for key, value in output.items():
                         note_value(logged, f"return {key}", value)
-                leaves = _leaves_of(loss) if stage.gradients else []
+                leaves = _leaves_of(loss) if trial_step.gradients else []
                 read = read_normalizers(loss)
                 terms = tuple(map(as_numbers, read.terms))
                 gradients = _gradients(loss, leaves)
@@ -469,7 +473,7 @@ def _uses_tf32(parameters: list[Tensor]) -> bool:
     return products == "tf32" or convolutions != "ieee"
 
 
-class Looks:
+class TrialSchedule:
     """Decides which batches are examined again: 2, 4, 8, ... while that takes under 1% of the time so far.
 
     Args:
@@ -479,8 +483,8 @@ class Looks:
         seconds: time spent on examining batches.
 
     Example:
-        >>> looks = Looks()
-        >>> [looks.is_due(lambda: True) for _ in range(8)]
+        >>> schedule = TrialSchedule()
+        >>> [schedule.is_due(lambda: True) for _ in range(8)]
         [False, True, False, True, False, False, False, True]
     """
 
@@ -500,8 +504,8 @@ class Looks:
         if self._batches < self._first or self._batches & (self._batches - 1):
             return False
         is_cheap = self.seconds < 0.01 * (time.monotonic() - self._began)
-        told = from_all_ranks([(is_wanted(), is_cheap)])
-        return all(each for each, _ in told) and told[0][1]  # decided by the first rank, as clocks differ
+        answers = from_all_ranks([(is_wanted(), is_cheap)])
+        return all(each for each, _ in answers) and answers[0][1]  # decided by the first rank, as clocks differ
 
     @property
     def has_begun(self) -> bool:

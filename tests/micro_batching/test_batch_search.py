@@ -16,7 +16,7 @@ from lightning_fasttrain.micro_batching.find_backbone import BatchSearch, guess_
 from lightning_fasttrain.micro_batching.normalizer.find_split import CannotSplitError
 from lightning_fasttrain.micro_batching.normalizer.split_rule import LossSplit, OtherSplitError
 from lightning_fasttrain.trial import try_split
-from lightning_fasttrain.trial.try_split import Looks, Stage
+from lightning_fasttrain.trial.try_split import Stage, TrialSchedule
 from tests.support.nets import Gradients, TinyLM, as_loader, fit, gradients, largest_difference, lm_batches, trainer
 
 BATCHES = 4
@@ -127,7 +127,7 @@ def test_an_inconclusive_first_batch_is_followed_by_a_second_search():
 
 
 def test_checks_of_later_batches_take_at_most_one_percent_of_the_time(clock):
-    later = Looks()
+    later = TrialSchedule()
     with later.timed():
         clock.now += 2
     clock.now += 100

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.micro_batching.out_of_memory import together_of
+from lightning_fasttrain.micro_batching.out_of_memory import fitting_search_of
 from tests.micro_batching.fitting_scenarios import FITS, SHORTAGES
 from tests.support.nets import TinyLM, as_loader, fit, largest_difference, lm_batches, trainer, weights
 from tests.support.ranks import run_ranks
@@ -188,7 +188,7 @@ def test_strategies_that_gather_in_a_forward_are_refused(strategy):
     """DeepSpeed's strategies are subclasses of DDP's, and unsuitable as well."""
     trainer = SimpleNamespace(world_size=2, strategy=strategy())
     with pytest.raises(ValueError, match=rf"'auto'\) with {strategy.__name__} on 2 processes: .*Give a number"):
-        together_of(trainer)
+        fitting_search_of(trainer)
 
 
 def test_under_fsdp2_a_number_is_asked_for():

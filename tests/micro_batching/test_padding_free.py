@@ -250,7 +250,7 @@ class _Unhurried(L.Callback):
     """Lets the second batch be looked at, though the run is short."""
 
     def on_train_start(self, t: L.Trainer, module: L.LightningModule) -> None:
-        t.callbacks[0]._looks._began -= 1e6
+        t.callbacks[0]._trial_schedule._began -= 1e6
 
 
 def test_the_first_batch_without_padding_decides_nothing():

@@ -556,7 +556,7 @@ def test_by_default_only_the_loss_of_a_large_head_is_compiled_beside_blocks():
     technique = ft.CompileBlocks()
     undo = technique.apply(net)
     assert fused.compiled
-    assert technique.took_hold(net) == "3 blocks of Sequential compiled, and the loss at top.head"
+    assert technique.describe_effect(net) == "3 blocks of Sequential compiled, and the loss at top.head"
     undo()
     assert not fused.compiled
     assert set(compile_blocks_(net, head=False)) == blocks

@@ -148,10 +148,10 @@ OPERATE = [case for case in CASES if case.make().surgery and case.finds_layers]
 @pytest.mark.parametrize("case", OPERATE, ids=lambda case: case.name)
 def test_a_technique_describes_the_model_it_changed_and_no_other(case):
     technique = case.make()
-    probe = Probe(technique.took_hold)
+    probe = Probe(technique.describe_effect)
     run([technique, probe], partial(TinyLM, **case.optimizer))
     assert probe.seen[0]
-    assert technique.took_hold(torch.nn.Linear(2, 2)) == ""
+    assert technique.describe_effect(torch.nn.Linear(2, 2)) == ""
 
 
 def test_no_hook_is_left_after_the_first_four_batches_or_after_the_run():

@@ -245,18 +245,18 @@ def run_in_a_bare_loop(module: GPTModule, loader: Iterable[object], state: State
     parts = max([callback.n for callback in callbacks if isinstance(callback, micro_batching.MicroBatching)], default=1)
     device = recorder.device
     bf16 = state["trainer"].get("precision") == "bf16-mixed"
-    surgeons = [c for c in callbacks if isinstance(c, Technique) and type(c).apply is not Technique.apply]
+    with_surgery = [c for c in callbacks if isinstance(c, Technique) and type(c).apply is not Technique.apply]
     known = {
         micro_batching.MicroBatching,
         loaders.DevicePrefetch,
         optim.EagerGradientRelease,
         optim.OptimizerInBackward,
     }
-    unknown = sorted(kind.__name__ for kind in kinds - known - set(map(type, surgeons)))
+    unknown = sorted(kind.__name__ for kind in kinds - known - set(map(type, with_surgery)))
     if unknown:
         what, way_out = f"{', '.join(unknown)} in a bare loop", "Add it to run_in_a_bare_loop"
         raise ValueError(explain(what, "it has no place in it yet", way_out))
-    with apply(module, surgeons):
+    with apply(module, with_surgery):
         module.to(device)
         optimizer = module.configure_optimizers()
         if optim.OptimizerInBackward in kinds:

@@ -140,16 +140,16 @@ class _Runs:
 
     def to_the_end(self, name: str) -> dict[str, str]:
         """Return the final state of a run without kills, as digests by path."""
-        told = self._run(name, {})
-        end = next((line["end"] for line in told if "end" in line), None)
+        lines = self._run(name, {})
+        end = next((line["end"] for line in lines if "end" in line), None)
         if end is None:
             raise _ScriptError("it ended before its first fit did")
         return end
 
     def until_killed(self, **orders: str | float) -> str:
         """Run until the kill, and describe its moment."""
-        told = self._run("killed", orders)
-        killed = next((line for line in told if "killed" in line), None)
+        lines = self._run("killed", orders)
+        killed = next((line for line in lines if "killed" in line), None)
         if killed is None:
             raise _ScriptError(f"it ended before it was killed, at step {orders['step']}")
         return f"{killed['killed']}, after step {killed['step']}"
@@ -163,16 +163,16 @@ class _Runs:
         arguments = [argument.replace(FOLDER, str(folder)) for argument in self.arguments]
         _tell_progress(name, orders)
         code = self.start(self.script, arguments, _KILL_POINT, {ORDERS: order})
-        told = _read_lines(record)
-        for line in told:
+        lines = _read_lines(record)
+        for line in lines:
             if "refused" in line:
                 raise _ScriptError(f"it cannot be compared: {line['refused']}")
             if "from" in line and name == "killed":
                 self.went_on_from.append(line["from"])
-        if code != 0 and not any("killed" in line for line in told):
+        if code != 0 and not any("killed" in line for line in lines):
             again = "when it was started again after a kill" if any(folder.iterdir()) else "by itself"
             raise _ScriptError(f"it failed {again}, with exit code {code}, see above")
-        return told
+        return lines
 
 
 def _read_lines(record: Path) -> list[dict[str, Any]]:

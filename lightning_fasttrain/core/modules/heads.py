@@ -25,7 +25,7 @@ from lightning_fasttrain.core.modules.select import (
     list_names_above,
     modules_of,
 )
-from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, told_heads
+from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, output_embeddings_of
 
 
 @dataclass(frozen=True)
@@ -182,8 +182,8 @@ def _blocks_of(model: nn.Module) -> list[str]:
 
 
 def _find_told(model: nn.Module, linear: list[str], layers: dict[str, nn.Module]) -> list[str]:
-    told = list(map(base_of, told_heads(model)))
-    return [name for name in linear if layers[name] in told]
+    named = list(map(base_of, output_embeddings_of(model)))
+    return [name for name in linear if layers[name] in named]
 
 
 def _tied_names(model: nn.Module, linear: list[str]) -> list[str]:

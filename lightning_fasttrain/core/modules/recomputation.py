@@ -255,7 +255,7 @@ class RecomputedForward(WrappedForward):
         """Return how often each tensor among the inputs was written to, before the first forward in training."""
         return [] if self.looked else _versions(inputs)
 
-    def look_at(self, output: object, inputs: Sequence[object], versions: list[int]) -> None:
+    def examine(self, output: object, inputs: Sequence[object], versions: list[int]) -> None:
         """Refuse, after the first forward in training, what cannot be recomputed and no module shows.
 
         Raises:

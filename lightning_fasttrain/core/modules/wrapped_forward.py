@@ -29,7 +29,7 @@ def undo_all(undos: Iterable[Undo]) -> Undo:
     return stack.close
 
 
-def told_heads(model: nn.Module) -> list[nn.Module]:
+def output_embeddings_of(model: nn.Module) -> list[nn.Module]:
     """The layers that make logits, as Hugging Face's models inside ``model`` tell by ``get_output_embeddings()``.
 
     Classes are asked, because adapters' wrappers pass on every attribute of the model that they hold.

@@ -23,7 +23,7 @@ from lightning_fasttrain.doctor.observation.watch import HostFacts, LoaderFacts,
 from lightning_fasttrain.profiling.step_meter import PhaseAction, StepProfiler, TimedPhase
 
 
-class TorchSeams:
+class TorchPatches:
     """Reports to a watch what every training loop does through torch, until :meth:`close`.
 
     Args:
@@ -133,7 +133,7 @@ class TorchSeams:
         self.on_update()
 
 
-class LoopSeams(TorchSeams):
+class LoopPatches(TorchPatches):
     """Also divides a loop into steps: from one batch to the next that is requested after an update.
 
     Where no ``DataLoader`` is used, a step lasts from one update of the first optimizer to its next.
@@ -208,7 +208,7 @@ def _kinds_of_schedulers() -> Iterable[type]:
 _HOOKS_OF_A_STEP = ("on_train_batch_start", "on_train_batch_end", "on_before_optimizer_step")
 
 
-class TrainerSeams:
+class TrainerPatches:
     """Reports to a watch what a Trainer does, until :meth:`close`.
 
     Args:
@@ -230,9 +230,9 @@ class TrainerSeams:
         self._undo.callback(patch(trainer, "profiler", profiler))
         for logger in trainer.loggers:
             self._undo.callback(patch(logger, "log_metrics", self._timed(logger.log_metrics, "logging")))
-        seams = TorchSeams(watch, lambda: profiler.in_loop)
-        self._undo.callback(seams.close)
-        seams.install()
+        patches = TorchPatches(watch, lambda: profiler.in_loop)
+        self._undo.callback(patches.close)
+        patches.install()
 
     def close(self) -> None:
         """Restore everything."""

@@ -106,7 +106,7 @@ class Adapter(Technique):
     def apply(self, model: nn.Module) -> None:
         self._add(model, self.config, self.targets)
 
-    def took_hold(self, model: nn.Module) -> str:
+    def describe_effect(self, model: nn.Module) -> str:
         layers = len(find_tuners(model))
         if not layers:
             return ""

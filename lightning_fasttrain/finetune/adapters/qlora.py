@@ -98,8 +98,8 @@ class QLoRA(LoRA):
         self.base.report = base.report
         super().apply(model)
 
-    def took_hold(self, model: nn.Module) -> str:
-        beside = super().took_hold(model)
+    def describe_effect(self, model: nn.Module) -> str:
+        beside = super().describe_effect(model)
         if not beside:
             return ""
-        return f"{beside}; {self.base.took_hold(model)}"
+        return f"{beside}; {self.base.describe_effect(model)}"

@@ -138,7 +138,7 @@ class FrozenCache(Technique):
     def predict(self, step: PredictedStep) -> None:
         step.notes.append("Outputs that FrozenCache keeps in host memory are not counted.")
 
-    def took_hold(self, model: nn.Module) -> str:
+    def describe_effect(self, model: nn.Module) -> str:
         if not any(wrappers_in(model, CachedForward)):
             return ""
         where = "host memory"

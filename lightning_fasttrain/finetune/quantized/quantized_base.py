@@ -431,7 +431,7 @@ class QuantizedBase(Technique):
             predicted.compute_dtype = torch.bfloat16
         return predicted
 
-    def took_hold(self, model: nn.Module) -> str:
+    def describe_effect(self, model: nn.Module) -> str:
         layers = sum(map(is_quantized, model.modules()))
         if not layers:
             return ""

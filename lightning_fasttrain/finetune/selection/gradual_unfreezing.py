@@ -280,7 +280,7 @@ class GradualUnfreezing(Technique):
         _refuse_sharded(trainer.strategy)
         return self._undo_unfreezing
 
-    def took_hold(self, model: nn.Module) -> str:
+    def describe_effect(self, model: nn.Module) -> str:
         held = self._unfreezing
         if held is None:
             return ""

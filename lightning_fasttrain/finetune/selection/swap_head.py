@@ -18,7 +18,7 @@ from lightning_fasttrain.core.modules.select import (
     list_places,
     replace_modules_,
 )
-from lightning_fasttrain.core.modules.wrapped_forward import told_heads
+from lightning_fasttrain.core.modules.wrapped_forward import output_embeddings_of
 from lightning_fasttrain.finetune.selection.qualified_names import prefix_of
 
 
@@ -56,7 +56,7 @@ def swap_head_(model: nn.Module, new_head: PositiveInt | nn.Module, head: str | 
         Yosinski et al. 2014, "How transferable are features in deep neural networks?", https://arxiv.org/abs/1411.1792.
         The scale of the weights is that of Hugging Face's models (``initializer_range``).
     """
-    name, told = _find(model, head)
+    name, named = _find(model, head)
     old = model.get_submodule(name)
     if base_of(old) is not old:
         raise TypeError(explain(f"head '{name}'", "it has an adapter", "Swap the head before adapters are added"))
@@ -70,22 +70,22 @@ def swap_head_(model: nn.Module, new_head: PositiveInt | nn.Module, head: str | 
     if tied:
         say("swap_head_: %s was tied to %s, which does not change; the new head has its own weights", name, tied)
     if isinstance(old, nn.Linear) and isinstance(new, nn.Linear):
-        _tell_transformers(model, name, told, old.out_features, new.out_features)
+        _tell_transformers(model, name, named, old.out_features, new.out_features)
     return name
 
 
 def _find(model: nn.Module, head: str | None) -> tuple[str, bool]:
     """Return the name of the head, and whether the model itself declares it as its output embedding."""
     modules: dict[str, Any] = dict(model.named_modules())
-    heads = told_heads(model)
-    told = [name for name, module in modules.items() if module in heads]
+    heads = output_embeddings_of(model)
+    named = [name for name, module in modules.items() if module in heads]
     if head is not None:
         meant = dict(model.named_modules(remove_duplicate=False)).get(head)
         found = [name for name, module in modules.items() if module is meant]
     else:
         holders = [name for name, module in modules.items() if has_parameters(module, recurse=False)]
         # In a network with a single linear layer, that is the head if no other layer follows.
-        found = told or find_heads(model) or [name for name in holders[-1:] if isinstance(modules[name], nn.Linear)]
+        found = named or find_heads(model) or [name for name in holders[-1:] if isinstance(modules[name], nn.Linear)]
     found = list(filter(None, found))
     if not found:
         linear = [name for name, module in modules.items() if isinstance(module, nn.Linear) and name][-4:]
@@ -93,7 +93,7 @@ def _find(model: nn.Module, head: str | None) -> tuple[str, bool]:
         way_out = f"Name the head; the last linear layers are {', '.join(map(repr, linear)) or 'none'}"
         raise ValueError(explain(f"{head=} in {type(model).__name__}", why, way_out))
     # The last of several, as a model registers its head at the end.
-    return found[-1], found[-1] in told
+    return found[-1], found[-1] in named
 
 
 def _linear_like(old: nn.Module, outputs: int, name: str) -> nn.Linear:
@@ -112,7 +112,7 @@ def _linear_like(old: nn.Module, outputs: int, name: str) -> nn.Linear:
     return new.train(old.training)
 
 
-def _tell_transformers(model: nn.Module, name: str, told: bool, before: int, outputs: int) -> None:
+def _tell_transformers(model: nn.Module, name: str, named: bool, before: int, outputs: int) -> None:
     """Update the configuration of Hugging Face models, which their losses read, and remove the ties of the head."""
     modules: dict[str, Any] = dict(model.named_modules())
     for place, owner in modules.items():
@@ -120,7 +120,7 @@ def _tell_transformers(model: nn.Module, name: str, told: bool, before: int, out
         if not is_a(owner, HUGGING_FACE_MODEL) or not name.startswith(prefix):
             continue
         config, relative = owner.config, name.removeprefix(prefix)
-        if told:
+        if named:
             _set_vocabulary(owner, config.get_text_config(), outputs)
         elif vars(owner).get("num_labels") == before:
             if (before == 1) != (outputs == 1):

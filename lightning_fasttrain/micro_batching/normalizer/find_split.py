@@ -31,7 +31,7 @@ from lightning_fasttrain.micro_batching.normalizer.split_rule import (
 )
 from lightning_fasttrain.trial.runs import Trial, models_of
 from lightning_fasttrain.trial.sample_rows import Sample, list_altered, sample_rows
-from lightning_fasttrain.trial.try_split import Stage, distinguish_rounding, try_split, try_unsplit, try_whole
+from lightning_fasttrain.trial.try_split import TrialStep, distinguish_rounding, try_split, try_unsplit, try_whole
 
 
 class CannotSplitError(ValueError):
@@ -59,7 +59,7 @@ class CannotSplitError(ValueError):
 
 
 def find_split(
-    stage: Stage,
+    trial_step: TrialStep,
     samples: Iterator[Sample],
     count: Count,
     *,
@@ -69,7 +69,7 @@ def find_split(
     together: bool = True,
     whole_batches: bool = False,
 ) -> LossSplit | None:
-    """Return how the loss of a step on a given stage is split; ``preferred`` is the counting rule that is tried first.
+    """Return how the loss of a step is split; ``preferred`` is the counting rule that is tried first.
 
     Args:
         log_rules: the rules for logged values that earlier batches have shown.
@@ -85,15 +85,15 @@ def find_split(
     if callable(count) and not check:
         return LossSplit(None, count)
     if whole_batches:
-        stage = replace(stage, in_turn=False)
-    trial = try_split(stage, samples)
-    trial = distinguish_rounding(stage, trial, lambda trial: _judge(trial, count, preferred).error)
+        trial_step = replace(trial_step, in_turn=False)
+    trial = try_split(trial_step, samples)
+    trial = distinguish_rounding(trial_step, trial, lambda trial: _judge(trial, count, preferred).error)
     if whole_batches:
         trial.statistics = ()
     verdict = _judge(trial, count, preferred)
     # What fits these samples may do so by chance, such as weights that are all equal: it must fit altered ones, too.
     # test_micro_batches_train_as_the_unsplit_batches[(w / w.mean() * e).mean()] shows it.
-    altered = [*_try_further(verdict, trial, stage, samples), *_try_altered(verdict, trial, stage)]
+    altered = [*_try_further(verdict, trial, trial_step, samples), *_try_altered(verdict, trial, trial_step)]
     for other in altered:
         judged = _judge(other, count if callable(count) else "auto", None)
         if not judged.is_right:
@@ -104,7 +104,7 @@ def find_split(
     # Ranks that split a batch in different ways would wait for one another.
     if together:
         verdict = _find_worst(from_all_ranks([verdict]))
-    split = _conclude(verdict, trial, count, check, stage.may_scale, whole_batches)
+    split = _conclude(verdict, trial, count, check, trial_step.may_scale, whole_batches)
     if split is None:
         return None
     counted = split.read and split.count_in(trial.whole)
@@ -116,7 +116,7 @@ def find_split(
 
 
 def find_weight(
-    stage: Stage,
+    trial_step: TrialStep,
     samples: Callable[[], Iterator[Sample]],
     batch: object,
     count: Count,
@@ -131,7 +131,7 @@ def find_weight(
     or depend on one another, a batch has the weight that its own loss shows, or the given ``count``.
 
     Args:
-        stage, count, check, preferred, together: as for :func:`find_split`.
+        trial_step, count, check, preferred, together: as for :func:`find_split`.
         samples: yields samples of the batch.
         batch: the whole batch.
 
@@ -140,7 +140,7 @@ def find_weight(
     """
     if callable(count) and not check:
         return LossSplit(None, count)
-    search = functools.partial(find_split, stage, preferred=preferred, together=together, whole_batches=True)
+    search = functools.partial(find_split, trial_step, preferred=preferred, together=together, whole_batches=True)
     split: LossSplit | None = None
     try:
         split = search(samples(), count, check=True)
@@ -160,21 +160,21 @@ def find_weight(
         say("each batch is weighted by count=, as given: its samples cannot be compared, since %s", refused.why)
         return LossSplit(None, count)
     try:
-        return _read_batch(stage, batch, refused, together) or split
+        return _read_batch(trial_step, batch, refused, together) or split
     except CannotSplitError:
         if check:
             raise
     return search(samples(), count, check=False)
 
 
-def _read_batch(stage: Stage, batch: object, refused: CannotSplitError, together: bool) -> LossSplit | None:
+def _read_batch(trial_step: TrialStep, batch: object, refused: CannotSplitError, together: bool) -> LossSplit | None:
     """Return the weighting of whole batches by what their losses show; None where this one has no gradient.
 
     Raises:
         CannotSplitError: its loss shows none.
     """
     # In the step's own precision, in which the batch is known to fit.
-    trial = try_unsplit(replace(stage, in_turn=False), Sample(batch, 1, []), "as it is")
+    trial = try_unsplit(replace(trial_step, in_turn=False), Sample(batch, 1, []), "as it is")
     leaves = tuple(map(weakref.ref, trial.parameters))
     kinds = {term.kind for term in trial.whole.terms if not term.of_parameters}
     if not trial.whole.is_finite or trial.whole.counts_nothing:
@@ -234,32 +234,32 @@ def _judge(trial: Trial, count: Count, preferred: CountRule | None) -> _Verdict:
     return replace(verdict, error=trial.error(split.list_weights))
 
 
-def _try_further(verdict: _Verdict, trial: Trial, stage: Stage, samples: Iterator[Sample]) -> list[Trial]:
+def _try_further(verdict: _Verdict, trial: Trial, trial_step: TrialStep, samples: Iterator[Sample]) -> list[Trial]:
     """Run the step on further samples where only one micro-batch had a gradient, until two have one.
 
     A hook of the user's that clips gradients, for example, does not show in one alone.
     """
-    if not verdict.is_right or not stage.gradients or trial.has_two_gradients:
+    if not verdict.is_right or not trial_step.gradients or trial.has_two_gradients:
         return []
     if rank_count() > 1:  # a step may communicate, and other ranks may need no further samples
         return []
     for sample in samples:
-        tried = try_split(replace(stage, in_turn=False), iter([sample]), trial.precision)
+        tried = try_split(replace(trial_step, in_turn=False), iter([sample]), trial.precision)
         if tried.has_two_gradients and tried.precision == trial.precision:
             return [tried]
     return []
 
 
-def _try_altered(verdict: _Verdict, trial: Trial, stage: Stage) -> list[Trial]:
+def _try_altered(verdict: _Verdict, trial: Trial, trial_step: TrialStep) -> list[Trial]:
     """Run the step on the same samples with other weights, masks and labels, where this adds information."""
-    if verdict.read is None or not verdict.is_right or not stage.gradients:
+    if verdict.read is None or not verdict.is_right or not trial_step.gradients:
         return []
     ignored = {term.ignored for term in trial.whole.terms}
     # A plain cross_entropy; for any other loss, labels that it does not ignore may be out of range.
     samples = list_altered(trial.sample, ignored.pop() if len(ignored) == 1 else None)
     altered: list[Trial] = []
     for sample in samples:
-        tried = try_split(replace(stage, in_turn=False), iter([sample]), trial.precision)
+        tried = try_split(replace(trial_step, in_turn=False), iter([sample]), trial.precision)
         # A step may fail on such values.
         if not tried.why_not and tried.precision == trial.precision:
             altered.append(tried)
@@ -306,19 +306,19 @@ def _conclude(
     Raises:
         CannotSplitError: it allows none.
     """
-    told = verdict.trial
-    if told.is_skipped:
+    seen = verdict.trial
+    if seen.is_skipped:
         return None
-    if told.statistics:
+    if seen.statistics:
         what = "BatchNorm in training mode uses the statistics of the samples that run together"
-        why = f"{what} ({list_some(told.statistics)})"
+        why = f"{what} ({list_some(seen.statistics)})"
         if check:
             raise CannotSplitError(why, trial)
         warn(f"{why}, which changes the training")
-    is_unchecked = told.why_not and (callable(count) or not (told.failed and check))
-    why_not = told.why_not or verdict.why_not
+    is_unchecked = seen.why_not and (callable(count) or not (seen.failed and check))
+    why_not = seen.why_not or verdict.why_not
     if not is_unchecked:
-        _judge_state(told.state, trial, check)  # which may be why the losses are not comparable
+        _judge_state(seen.state, trial, check)  # which may be why the losses are not comparable
     if why_not and check and not is_unchecked:
         raise CannotSplitError(why_not, trial)
     split = _choose(verdict, trial, count)
@@ -435,9 +435,9 @@ def find_count(
         CountRule(name='sum', ignore_index=-100)
     """
     named = named_count(count)
-    stage = stage_of(step, no_sync)
+    trial_step = trial_step_of(step, no_sync)
     try:
-        split = find_split(stage, sample_rows(batch, -(-batch_size(batch) // n)), named, check=check)
+        split = find_split(trial_step, sample_rows(batch, -(-batch_size(batch) // n)), named, check=check)
     except CannotSplitError as error:
         if error.trial is None or not error.trial.failed:
             raise
@@ -445,9 +445,9 @@ def find_count(
     else:
         refused = None
     if refused is not None:  # outside of the handler, so that an error of the user's step is shown alone
-        try_whole(stage, batch)
+        try_whole(trial_step, batch)
         raise refused
-    assert split is not None  # this stage rejects a step that returns None
+    assert split is not None  # a trial step that returns None is refused before
     if split.is_sum:
         return CountRule("sum")
     if split.count is None:
@@ -456,10 +456,10 @@ def find_count(
     return split.count
 
 
-def stage_of(
+def trial_step_of(
     step: Callable[[Any], object], no_sync: Callable[[], AbstractContextManager[object]] = nullcontext
-) -> Stage:
-    """Return the stage on which a step function of a bare loop is tried."""
+) -> TrialStep:
+    """Return what is tried of a step function of a bare loop."""
     models = models_of(step)
     replicas = [m for model in models for m in model.modules() if isinstance(m, DistributedDataParallel)]
 
@@ -472,13 +472,13 @@ def stage_of(
             yield
 
     sharded = any(map(is_sharded, models))
-    return Stage(
+    return TrialStep(
         step, models, skip_syncs, gradients=not sharded, may_scale=not (sharded or any(map(_is_engine, models)))
     )
 
 
-def stage_of_trainer(trainer: L.Trainer, pl_module: L.LightningModule, batch_idx: int) -> Stage:
-    """Return the stage on which the training step of a Trainer's run is tried."""
+def trial_step_of_trainer(trainer: L.Trainer, pl_module: L.LightningModule, batch_idx: int) -> TrialStep:
+    """Return what is tried of the training step of a Trainer's run."""
     strategy, sharded = trainer.strategy, is_sharded(pl_module)
     # Bypass the strategy where possible, so that nothing is synchronized.
     training_step = strategy.training_step if sharded else pl_module.training_step
@@ -486,7 +486,9 @@ def stage_of_trainer(trainer: L.Trainer, pl_module: L.LightningModule, batch_idx
     takes_index = len(inspect.signature(type(pl_module).training_step).parameters) > 2
     rest = [batch_idx] if takes_index else []
     context = strategy.precision_plugin.train_step_context
-    return Stage(lambda rows: training_step(rows, *rest), [pl_module], context, gradients=not sharded, may_skip=True)
+    return TrialStep(
+        lambda rows: training_step(rows, *rest), [pl_module], context, gradients=not sharded, may_skip=True
+    )
 
 
 def _is_engine(model: nn.Module) -> bool:

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 from lightning_fasttrain.core.batch.leaves import pick_rows
 from lightning_fasttrain.core.checks import PositiveInt, check_arguments
 from lightning_fasttrain.core.messages import explain, list_some
-from lightning_fasttrain.micro_batching.normalizer.find_split import stage_of
+from lightning_fasttrain.micro_batching.normalizer.find_split import trial_step_of
 from lightning_fasttrain.trial.runs import Run, relative_difference
 from lightning_fasttrain.trial.sample_rows import Sample
 from lightning_fasttrain.trial.try_split import run_again, try_unsplit
@@ -190,8 +190,8 @@ def check_documents(step: Callable[[Any], object], batch: dict[str, Tensor]) -> 
     # Other tokens that the model knows: the largest for the smallest, and so on.
     lowest, highest = kept["input_ids"].aminmax()
     changed = {**kept, "input_ids": torch.cat([lowest + highest - first, kept["input_ids"][:, begin:]], 1)}
-    trial = try_unsplit(stage_of(step), Sample(kept, 1, []))
-    other = run_again(stage_of(step), replace(trial, sample=Sample(changed, 1, [])))
+    trial = try_unsplit(trial_step_of(step), Sample(kept, 1, []))
+    other = run_again(trial_step_of(step), replace(trial, sample=Sample(changed, 1, [])))
     difference = _compare(trial.whole, other)
     if difference > _ROUNDING:
         why = f"with other tokens in the document before it, the gradient of a document differs by {difference:.1g}"

@@ -21,14 +21,14 @@ from lightning_fasttrain.core.modules.wrapped_forward import (
     undo_all,
     wrappers_in,
 )
-from lightning_fasttrain.micro_batching.normalizer.find_split import stage_of, stage_of_trainer
+from lightning_fasttrain.micro_batching.normalizer.find_split import trial_step_of, trial_step_of_trainer
 from lightning_fasttrain.micro_batching.padding.packed_forward import PackedForward, remove_padding_
 from lightning_fasttrain.micro_batching.padding.try_trimming import Outcome
 from lightning_fasttrain.technique import Capability, Conflict, Surgery, Technique
 from lightning_fasttrain.technique.declarations import NO_BLOCKS, Facts
 from lightning_fasttrain.trial.runs import Run, Trial
 from lightning_fasttrain.trial.sample_rows import Sample, rank_rows
-from lightning_fasttrain.trial.try_split import Looks, Stage, distinguish_rounding, try_split, try_whole
+from lightning_fasttrain.trial.try_split import TrialSchedule, TrialStep, distinguish_rounding, try_split, try_whole
 
 _LOGGED = 1e-3  # relative, of logged values: products of other shapes round differently
 _LEAST = 0.05  # a share of padding that is worth a word
@@ -52,8 +52,8 @@ def check_padding_free(step: Callable[[Any], object], batch: object) -> float:
     Raises:
         ValueError: the gradient or a logged value differs, or no block ran without padding.
     """
-    stage = stage_of(step)
-    outcome = _try(stage, batch)
+    trial_step = trial_step_of(step)
+    outcome = _try(trial_step, batch)
     if not outcome.is_known:
         raise ValueError(explain("a step without padding cannot be checked", outcome.why_not, "Give a padded batch"))
     if outcome.why_not:
@@ -61,39 +61,39 @@ def check_padding_free(step: Callable[[Any], object], batch: object) -> float:
     return outcome.error
 
 
-def _try(stage: Stage, batch: object) -> Outcome:
+def _try(trial_step: TrialStep, batch: object) -> Outcome:
     """Run a few rows of a batch with and without padding, and return the worst outcome of all ranks."""
-    wrappers = [wrapper for model in stage.models for wrapper in wrappers_in(model, PackedForward)]
+    wrappers = [wrapper for model in trial_step.models for wrapper in wrappers_in(model, PackedForward)]
     acted = [wrapper.acts for wrapper in wrappers]
     try:
-        mine = _try_rows(stage, batch, wrappers)
+        mine = _try_rows(trial_step, batch, wrappers)
     finally:
         for wrapper, acts in zip(wrappers, acted, strict=True):
             wrapper.acts = acts
     return mine.of_all_ranks()
 
 
-def _try_rows(stage: Stage, batch: object, wrappers: Sequence[PackedForward]) -> Outcome:
+def _try_rows(trial_step: TrialStep, batch: object, wrappers: Sequence[PackedForward]) -> Outcome:
     def step(rows: object) -> Any:
         # It stays so until the next run, since a recomputation in the backward asks again.
         for wrapper in wrappers:
             wrapper.acts = rows is not sample.whole
-        return stage.step(rows)
+        return trial_step.step(rows)
 
     for wrapper in wrappers:
         wrapper.ran = False
     ranked = rank_rows(batch, batch_size(batch))
-    trying = replace(stage, step=step, in_turn=False)
+    trying = replace(trial_step, step=step, in_turn=False)
     for count in (4, 2):  # two where four do not fit in memory
         rows = ranked[:count]
         sample = Sample(pick_rows(batch, rows), len(rows), [[(pick_rows(batch, rows), None)]])
         trial = try_split(trying, iter([sample]), "float32")
         if trial.failed or not trial.why_not:
             break
-    if trial.failed and stage.gradients:
+    if trial.failed and trial_step.gradients:
         for wrapper in wrappers:
             wrapper.acts = False
-        try_whole(replace(stage, in_turn=False), batch)
+        try_whole(replace(trial_step, in_turn=False), batch)
     if trial.why_not:
         return Outcome(trial.why_not, is_known=trial.failed)
     if not any(wrapper.ran for wrapper in wrappers):
@@ -102,9 +102,9 @@ def _try_rows(stage: Stage, batch: object, wrappers: Sequence[PackedForward]) ->
     return _judge(trying, trial)
 
 
-def _judge(stage: Stage, trial: Trial) -> Outcome:
+def _judge(trial_step: TrialStep, trial: Trial) -> Outcome:
     """Compare the run with padding and the one without."""
-    trial = distinguish_rounding(stage, trial, lambda trial: trial.error(_weight_of_all))
+    trial = distinguish_rounding(trial_step, trial, lambda trial: trial.error(_weight_of_all))
     error = trial.error(_weight_of_all)
     if error > trial.limit:
         why = f"the gradient then differs by {error:.1g}: padded entries take part in it, or blocks connect tokens"
@@ -160,7 +160,7 @@ class PaddingFree(Technique):
         self.blocks = blocks
         self.acts = True  # in a bare loop check_padding_free tries it
         self._has_padding = self._has_ended = False
-        self._looks = Looks(from_first=True)
+        self._trial_schedule = TrialSchedule(from_first=True)
 
     @classmethod
     def conflicts(cls) -> tuple[Conflict, ...]:
@@ -179,7 +179,7 @@ class PaddingFree(Technique):
             why = "it tries the training step on a batch, and this one steps its optimizers itself"
             way_out = "Call remove_padding_(model), and check_padding_free for a step that returns the loss"
             raise ValueError(explain("PaddingFree with automatic_optimization=False", why, way_out))
-        self.acts, self._looks, self._has_ended = False, Looks(from_first=True), False
+        self.acts, self._trial_schedule, self._has_ended = False, TrialSchedule(from_first=True), False
         return None
 
     def apply(self, model: nn.Module) -> Undo:
@@ -188,7 +188,7 @@ class PaddingFree(Technique):
             wrapper.acts = self.acts
         return undo
 
-    def took_hold(self, model: nn.Module) -> str:
+    def describe_effect(self, model: nn.Module) -> str:
         blocks = count_wrapped(model, PackedForward)
         if not blocks:
             return ""
@@ -211,11 +211,11 @@ class PaddingFree(Technique):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
     ) -> None:
         """Hook: the batch is on its device, and nothing has been computed from it."""
-        if self._has_ended or not self._looks.is_due(lambda: can_be_cut(batch)):
+        if self._has_ended or not self._trial_schedule.is_due(lambda: can_be_cut(batch)):
             return
         self._has_padding = any(axis[0].share >= _LEAST for axis in propose_padding(batch))
-        with self._looks.timed() if self.acts else nullcontext():  # what decides is worth any time
-            outcome = _try(stage_of_trainer(trainer, pl_module, batch_idx), batch)
+        with self._trial_schedule.timed() if self.acts else nullcontext():  # what decides is worth any time
+            outcome = _try(trial_step_of_trainer(trainer, pl_module, batch_idx), batch)
         if outcome.why_not and outcome.is_known:
             message = explain("PaddingFree() would change the training", outcome.why_not, _WAY_OUT)
             if not self.acts:

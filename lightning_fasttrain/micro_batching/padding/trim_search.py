@@ -32,7 +32,7 @@ from lightning_fasttrain.micro_batching.padding.try_trimming import (
     list_candidates,
     trim_batch,
 )
-from lightning_fasttrain.trial.try_split import Looks, Stage
+from lightning_fasttrain.trial.try_split import TrialSchedule, TrialStep
 
 _LEAST = 0.05  # a smaller share of padding is not worth a trial
 _WAY_OUT = "Leave trim_padding out, which cuts padding off only where the gradient stays the same"
@@ -110,7 +110,7 @@ class TrimSearch:
         self.padding: Padding | None = None
         self.why_not = ""
         self.padded = self.computed = 0
-        self.looks = Looks(from_first=True)
+        self.trial_schedule = TrialSchedule(from_first=True)
         self._has_warned = False
 
     @property
@@ -134,7 +134,7 @@ class TrimSearch:
 
     def begin(self) -> None:
         """Start a run, in whose first batch padding is looked for again: its model may be another one."""
-        self.looks = Looks(from_first=True)
+        self.trial_schedule = TrialSchedule(from_first=True)
 
     def refuse_backbone(self, backbone: object) -> None:
         """Raises: ValueError: padding must be cut off, but the loss sees the whole batch."""
@@ -142,15 +142,15 @@ class TrimSearch:
             why = f"{backbone} runs in micro-batches, and the loss sees the whole batch with its padding"
             raise ValueError(explain("trim_padding=True with a loss that cannot be split", why, _WAY_OUT))
 
-    def look_at(
-        self, make_stage: Callable[[], Stage], batch: object, split: LossSplit | None, n: int, check: bool
+    def examine(
+        self, make_trial_step: Callable[[], TrialStep], batch: object, split: LossSplit | None, n: int, check: bool
     ) -> None:
         """Find padding in the first batch, and in batches 2, 4, 8, ... while that takes little time.
 
         Whether it can be cut off is tried on a few of the batch's rows. All ranks call this.
 
         Args:
-            make_stage: returns the stage on which the step runs.
+            make_trial_step: returns the trial_step on which the step runs.
             batch: the batch.
             split: how its loss is split; None where it is not.
             n: number of micro-batches, each of which fits in memory.
@@ -162,21 +162,21 @@ class TrimSearch:
         if not (self.is_open and (check or self.wanted)):
             return
         # All ranks are asked, though one of them may have found another split, or the backbone, by itself.
-        is_due = self.looks.is_due(lambda: split is not None and not split.provisional and can_be_cut(batch))
+        is_due = self.trial_schedule.is_due(lambda: split is not None and not split.provisional and can_be_cut(batch))
         if is_due and split is not None:
-            with self.looks.timed():
-                self._try(make_stage(), batch, split, -(-batch_size(batch) // n))
+            with self.trial_schedule.timed():
+                self._try(make_trial_step(), batch, split, -(-batch_size(batch) // n))
 
-    def _try(self, stage: Stage, batch: object, split: LossSplit, most_rows: int) -> None:
+    def _try(self, trial_step: TrialStep, batch: object, split: LossSplit, most_rows: int) -> None:
         # A batch with other tensors may be padded in another way.
         is_known = self.padding is not None and self.padding.read(batch) is not None
         candidates = [self.padding] if self.padding is not None and is_known else self._list_candidates(batch)
-        ranks = length_divisor(stage.models)
+        ranks = length_divisor(trial_step.models)
         self.multiple_of = math.lcm(self.how.multiple_of, ranks)
         multiples = (ranks, self.multiple_of)
-        found, outcome = find_trimming(stage, batch, split, candidates, most_rows, multiples)
+        found, outcome = find_trimming(trial_step, batch, split, candidates, most_rows, multiples)
         if found is not None:
-            self._say_found(found, outcome, batch, "gradient" if stage.gradients else "loss")
+            self._say_found(found, outcome, batch, "gradient" if trial_step.gradients else "loss")
             self.padding = found
         elif outcome.is_known:
             self._refuse(outcome.why_not)

@@ -27,7 +27,7 @@ from lightning_fasttrain.trial.deterministic_step import Rows, TrimmedRows
 from lightning_fasttrain.trial.runs import Trial
 from lightning_fasttrain.trial.sample_rows import Sample
 from lightning_fasttrain.trial.try_split import (
-    Stage,
+    TrialStep,
     distinguish_rounding,
     run_again,
     try_split,
@@ -61,7 +61,7 @@ class Outcome:
 
 
 def find_trimming(
-    stage: Stage,
+    trial_step: TrialStep,
     batch: object,
     split: LossSplit,
     candidates: list[Padding],
@@ -73,7 +73,7 @@ def find_trimming(
     All ranks call this together and get the same result.
 
     Args:
-        stage: the step, and the environment it runs in.
+        trial_step: the step, and the environment it runs in.
         batch: the batch from which a few rows are taken.
         split: how the loss is split.
         candidates: what is tried: all axes together, then one axis at a time.
@@ -84,7 +84,7 @@ def find_trimming(
     if not candidates:
         return None, Outcome(is_known=False)
     together, *alone = candidates
-    outcome = _try_together(stage, batch, split, together, most_rows, multiples)
+    outcome = _try_together(trial_step, batch, split, together, most_rows, multiples)
     if not outcome.why_not:
         return together, outcome
     if not outcome.is_known:
@@ -94,7 +94,7 @@ def find_trimming(
     for candidate in alone:
         if any(axis.members == candidate.axes[0].members for axis in accepted):
             continue
-        other = _try_together(stage, batch, split, candidate, most_rows, multiples)
+        other = _try_together(trial_step, batch, split, candidate, most_rows, multiples)
         if not other.why_not:
             accepted += candidate.axes
             found = other
@@ -124,34 +124,34 @@ def _agree(candidates: list[Padding]) -> list[Padding]:
     """Return the candidates of the first rank that has some."""
     if not all(isinstance(axis.source, str) for candidate in candidates for axis in candidate.axes):
         # A function of the user's may not be picklable, and all ranks have it.
-        told = from_all_ranks([None])
-        return candidates if told.count(None) == len(told) else []
-    told = from_all_ranks([candidates])
-    if None in told:
+        answers = from_all_ranks([None])
+        return candidates if answers.count(None) == len(answers) else []
+    answers = from_all_ranks([candidates])
+    if None in answers:
         return []
-    return next(filter(None, told), [])
+    return next(filter(None, answers), [])
 
 
 def _try_together(
-    stage: Stage, batch: object, split: LossSplit, padding: Padding, most_rows: int, multiples: tuple[int, int]
+    trial_step: TrialStep, batch: object, split: LossSplit, padding: Padding, most_rows: int, multiples: tuple[int, int]
 ) -> Outcome:
     """Try on this rank's samples, and return the worst outcome of all ranks."""
     # Where forwards communicate, all ranks must run them, or none.
     if not all(from_all_ranks([padding.read(batch) is not None])):
         return Outcome(f"a batch has no {padding}", is_known=False)
-    return _try(stage, batch, split, padding, most_rows, multiples).of_all_ranks()
+    return _try(trial_step, batch, split, padding, most_rows, multiples).of_all_ranks()
 
 
 def _try(
-    stage: Stage, batch: object, split: LossSplit, padding: Padding, most_rows: int, multiples: tuple[int, int]
+    trial_step: TrialStep, batch: object, split: LossSplit, padding: Padding, most_rows: int, multiples: tuple[int, int]
 ) -> Outcome:
     needed, rounded = multiples
     extents = padding.read(batch)
     assert extents is not None
-    tried = _Rows(replace(stage, in_turn=False), batch, split, extents, most_rows)
+    tried = _Rows(replace(trial_step, in_turn=False), batch, split, extents, most_rows)
     outcome, has_failed = tried.try_multiple(needed)
     # Models that need a multiple of some length are tried with that, all others with the exact lengths.
-    if has_failed and stage.gradients and rounded > needed:
+    if has_failed and trial_step.gradients and rounded > needed:
         outcome, _ = tried.try_multiple(rounded)
     return outcome
 
@@ -161,14 +161,14 @@ class _Rows:
     """Rows of a batch, which are tried with and without their padding.
 
     Args:
-        stage: where the step runs.
+        trial_step: where the step runs.
         batch: the batch.
         split: how the loss is split.
         extents: where the rows begin and end.
         most_rows: number of rows that is known to fit in memory.
     """
 
-    stage: Stage
+    trial_step: TrialStep
     batch: object
     split: LossSplit
     extents: Extents
@@ -178,13 +178,13 @@ class _Rows:
         """Try rows that are cut to a multiple of some length; also return whether the step failed on them."""
         outcome = Outcome("no row is short enough", is_known=False)
         for rows in self._choose(multiple):
-            if self.stage.gradients and all(self.extents.is_whole([row], multiple) for row in rows):
+            if self.trial_step.gradients and all(self.extents.is_whole([row], multiple) for row in rows):
                 continue  # nothing would be cut off
-            trial = try_split(self.stage, iter([_cut_sample(self.batch, self.extents, rows, multiple)]))
-            outcome = _compare(self.stage, trial, self.split)
+            trial = try_split(self.trial_step, iter([_cut_sample(self.batch, self.extents, rows, multiple)]))
+            outcome = _compare(self.trial_step, trial, self.split)
             if outcome.error > _SURE and outcome.why_not:
                 outcome = _explain_labels(outcome, self.batch, self.extents, rows)
-                outcome = _name_module(outcome, self.stage, self.batch, self.extents, rows[0], multiple)
+                outcome = _name_module(outcome, self.trial_step, self.batch, self.extents, rows[0], multiple)
             if outcome.why_not:
                 return outcome, trial.failed
         return outcome, False
@@ -203,7 +203,7 @@ class _Rows:
             chosen.append(max(filled, key=lambda row, axis=axis: extents.rows[row][axis][0]))
             chosen.append(min(filled, key=lambda row, axis=axis: extents.rows[row][axis][1]))
         longest = max(filled, key=lambda row: count_tokens(extents.rows[row]))
-        if not self.stage.gradients:  # ranks with sharded parameters must choose equally many rows
+        if not self.trial_step.gradients:  # ranks with sharded parameters must choose equally many rows
             return [[*chosen, longest]]
         cut = [row for row in filled if not extents.is_whole([row], multiple)]
         if cut and multiple > 1:
@@ -234,15 +234,15 @@ def _cut_sample(batch: object, extents: Extents, rows: list[int], multiple: int)
     return Sample(pick_rows(batch, rows), len(rows), [cutting])
 
 
-def _compare(stage: Stage, trial: Trial, split: LossSplit) -> Outcome:
+def _compare(trial_step: TrialStep, trial: Trial, split: LossSplit) -> Outcome:
     if trial.why_not:
         is_known = trial.failed or not (trial.is_skipped or trial.shows_nothing)
         return Outcome(trial.why_not, is_known)
     for run, (_, rows) in zip(trial.splits[0], trial.sample.cuttings[0], strict=True):
         # Whatever is cut off a row without a gradient, nothing would differ. A mean over no target is NaN.
-        if stage.gradients and _is_cut(rows) and not run.values[1:].nan_to_num(0.0).any():
+        if trial_step.gradients and _is_cut(rows) and not run.values[1:].nan_to_num(0.0).any():
             return Outcome("a row that is cut has no gradient", is_known=False)
-    trial = distinguish_rounding(stage, trial, lambda trial: _error_of(split, trial))
+    trial = distinguish_rounding(trial_step, trial, lambda trial: _error_of(split, trial))
     error = _error_of(split, trial)
     if error > trial.limit:
         why = f"the gradient then differs by {error:.1g}" if error < float("inf") else "the loss then has other terms"
@@ -264,14 +264,16 @@ def _error_of(split: LossSplit, trial: Trial) -> float:
     return trial.error(split.list_weights)
 
 
-def _name_module(outcome: Outcome, stage: Stage, batch: object, extents: Extents, row: int, multiple: int) -> Outcome:
+def _name_module(
+    outcome: Outcome, trial_step: TrialStep, batch: object, extents: Extents, row: int, multiple: int
+) -> Outcome:
     """Name the first module whose output for the same entries of a row depends on the padding beside them."""
-    if not stage.gradients:
+    if not trial_step.gradients:
         return outcome  # ranks with sharded parameters must run the same number of forwards
     trimmed = trim_batch(batch, extents, [[row]], multiple)
     try:
-        whole = _list_outputs(stage, pick_rows(batch, [row]))
-        short = _list_outputs(stage, trimmed.parts[0])
+        whole = _list_outputs(trial_step, pick_rows(batch, [row]))
+        short = _list_outputs(trial_step, trimmed.parts[0])
     except Exception:
         return outcome  # the step may need several rows, or lengths of some multiple: then no module is named
     is_padded_left = trimmed.spans[0][0][0] > 0
@@ -287,11 +289,11 @@ def _name_module(outcome: Outcome, stage: Stage, batch: object, extents: Extents
     return outcome
 
 
-def _list_outputs(stage: Stage, rows: object) -> list[tuple[str, Tensor]]:
+def _list_outputs(trial_step: TrialStep, rows: object) -> list[tuple[str, Tensor]]:
     """Return the outputs of all innermost modules in a run of the step, in their order."""
     outputs: list[tuple[str, Tensor]] = []
     names: dict[nn.Module, str] = {}
-    for model in stage.models:
+    for model in trial_step.models:
         for name, module in model.named_modules():
             if next(module.children(), None) is None:
                 names.setdefault(module, name)
@@ -301,7 +303,7 @@ def _list_outputs(stage: Stage, rows: object) -> list[tuple[str, Tensor]]:
             outputs.append((names[module], output.detach().float()))
 
     with watching_calls(names, note):
-        run_again(stage, Trial(Sample(rows, 1, []), precision="float32"))
+        run_again(trial_step, Trial(Sample(rows, 1, []), precision="float32"))
     return outputs
 
 

@@ -347,7 +347,7 @@ class CompileBlocks(Technique):
     def predict(self, step: PredictedStep) -> None:
         step.leave_out(self, "compiled code fuses operations, so this is an upper bound")
 
-    def took_hold(self, model: nn.Module) -> str:
+    def describe_effect(self, model: nn.Module) -> str:
         blocks = count_wrapped(model, CompiledForward)
         if not blocks:
             return ""

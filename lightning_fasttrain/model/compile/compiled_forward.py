@@ -246,8 +246,8 @@ def _add_settings(block: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
     for fault in faults:
         settings |= fault.options
     if faults:
-        told = ", ".join(f"{fault.what} (torch issue {fault.issue})" for fault in faults)
-        note_once(f"CompileBlocks: {type(block).__name__} is compiled with {faults[0].options} to avoid wrong {told}")
+        listed = ", ".join(f"{fault.what} (torch issue {fault.issue})" for fault in faults)
+        note_once(f"CompileBlocks: {type(block).__name__} is compiled with {faults[0].options} to avoid wrong {listed}")
     return {**options, "options": settings}
 
 

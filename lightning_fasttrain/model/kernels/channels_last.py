@@ -168,7 +168,7 @@ class ChannelsLast(Technique):
             return lambda: None
         return undo_all(channels_last_(model).values())
 
-    def took_hold(self, model: nn.Module) -> str:
+    def describe_effect(self, model: nn.Module) -> str:
         weights = dict(_find_weights(model))
         if not weights:
             return ""

@@ -444,6 +444,6 @@ class LowPrecisionProducts(Technique):
             _note_uncompiled(trainer_of(model), self.kind)
         return self.report.undo
 
-    def took_hold(self, model: nn.Module) -> str:
+    def describe_effect(self, model: nn.Module) -> str:
         layers = count_wrapped(model, EightBitForward, "layer")
         return layers and f"{layers} multiply in {self.kind}"

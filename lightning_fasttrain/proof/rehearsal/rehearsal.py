@@ -29,7 +29,7 @@ from lightning_fasttrain.proof.rehearsal.stages import (
     verify_techniques,
     with_exact_resume,
 )
-from lightning_fasttrain.technique.technique import Onlooker
+from lightning_fasttrain.technique.technique import EarlyObserver
 
 _SHARE = 0.25  # of the time, for batches that are read but not run
 
@@ -101,7 +101,7 @@ def _as_rehearsal_error() -> Iterator[None]:
 
 
 @check_arguments
-class Rehearsal(Onlooker):
+class Rehearsal(EarlyObserver):
     """Rehearse the run in its first minute, without side effects, and report errors that would appear hours later.
 
     Copies of the module and callbacks run in a separate Trainer, with the run's precision, accumulation, clipping,

@@ -39,7 +39,7 @@ from lightning_fasttrain.memory.predict_memory import predict_memory
 from lightning_fasttrain.profiling.memory_timeline import MemoryTimeline
 from lightning_fasttrain.proof.verification.short_run import as_loader, copy_module, fit_quietly, quietly, say_nothing
 from lightning_fasttrain.technique import Technique
-from lightning_fasttrain.technique.technique import Onlooker
+from lightning_fasttrain.technique.technique import EarlyObserver
 
 
 class SameProcesses(ClusterEnvironment):
@@ -184,7 +184,7 @@ _ONLY_LOOK_ON: tuple[type[L.Callback], ...] = (
     Preemption,
     HangWatch,
     MemoryTimeline,
-    Onlooker,
+    EarlyObserver,
 )
 _AS_LARGE = {"16-mixed": "bf16-mixed", "16-true": "bf16-true"}  # precisions that are predicted in place of others
 _TO_EPOCH_TWO = 2  # epochs: the minimum for a rehearsal

@@ -359,7 +359,7 @@ def without_cache(arguments: Any) -> Any:
     kinds = class_if_imported("transformers.cache_utils", "Cache")
     if not kinds:
         return arguments
-    # As a whole, also where transformers has told torch how to take a cache apart.
+    # As a whole, also where transformers has registered how torch takes a cache apart.
     return tree_map_only(kinds, lambda _: None, arguments, is_leaf=lambda value: isinstance(value, kinds))
 
 

@@ -178,7 +178,7 @@ class Engine:
         if self.optimizer is optimizer:
             # At stage 0 in float32 the user's optimizer is stepped itself, so its hooks report the updates.
             for schedule in self._schedules:
-                schedule.is_told = False
+                schedule.engine_reports = False
             self._schedules = []
         for holder in _holders(model):
             new = _hooks(holder) - before.get(id(holder), set())
