@@ -53,6 +53,17 @@ def test_a_walk_enters_every_file_that_the_page_lists(title, tmp_path):
     assert set(listed) - set(entered_by(lambda: WALKS[title](tmp_path))) == set()
 
 
+PLACES = re.findall(r"`([\w/]+\.py)`: ((?:`\w+`(?:, )?)+)", (PACKAGE.parent / "CONTRIBUTING.md").read_text())
+
+
+@pytest.mark.quick
+def test_what_one_may_want_to_change_is_where_the_table_says():
+    assert len(PLACES) >= 15
+    for file, names in PLACES:
+        defined = re.findall(r"^(?:def |class )?(\w+)", (PACKAGE / file).read_text(), flags=re.MULTILINE)
+        assert set(re.findall(r"\w+", names)) - set(defined) == set(), file
+
+
 def test_the_page_has_no_other_walk():
     assert len(re.findall("^## ", PAGE, flags=re.MULTILINE)) == len(WALKS)
 

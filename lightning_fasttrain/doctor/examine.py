@@ -32,7 +32,7 @@ class Examination:
 
     def __enter__(self) -> Self:
         # Other ranks are not watched, and none of them waits for the first one.
-        if self._watch is not None and not (rank_zero_only.rank or 0):
+        if self._watch is not None and not getattr(rank_zero_only, "rank", None):
             self._watch.sampler.start()
             self._patches.install()
         else:

@@ -160,14 +160,14 @@ def _loss_of_rows(
     lse = logits.amax(dim=1, keepdim=True) - shares.amax(dim=1, keepdim=True).log_()
     own, mean, spread = _weights_of(targets, class_weights)
     subtrahend = torch.full_like(lse, smoothing - 1) * own
-    classes = logits.shape[1]
+    classes, mine = logits.shape[1], None
     if shard is not None:
         classes, (mine, targets) = shard.classes, shard.find(targets)
         spread = shard.take(spread) if isinstance(spread, Tensor) else spread
         subtrahend = torch.where(mine, subtrahend, 0.0)
     of_target = logits.gather(1, targets).to(dtype)
     average = _mean_over_classes(logits, spread, classes) if smoothing else torch.zeros_like(lse)
-    if shard is not None:
+    if shard is not None and mine is not None:
         of_mine, lse = lse, shard.logsumexp(lse)
         shares *= (of_mine - lse).exp()
         of_target, average = shard.sum(torch.where(mine, of_target, 0.0), average)

@@ -393,7 +393,7 @@ class BatchSearch:
         Raises:
             CannotSplitError: it cannot be split.
         """
-        log_rules, refused = getattr(before, "log_rules", None), None
+        log_rules, found, refused = getattr(before, "log_rules", None), None, None
         how: dict[str, Any] = {"check": self.check, "preferred": self.preferred, "together": together}
         try:
             if self.whole_batches:

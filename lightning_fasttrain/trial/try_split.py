@@ -170,9 +170,8 @@ def _try(trial_step: TrialStep, sample: Sample, precision: str, moved: Sequence[
         unmoved: Sequence[str] = ()
         if trial_step.gradients and trial_step.in_turn and not moved:
             unmoved = state.list_unchanged_writes()
-        if not unmoved:
-            trial = _try_micro_batches(trial_step, mode, state, sample, whole)
-    if unmoved:
+        trial = None if unmoved else _try_micro_batches(trial_step, mode, state, sample, whole)
+    if trial is None:
         return _try(trial_step, sample, precision, unmoved)
     trial = replace(trial, precision=precision, moved=moved)
     if mode.statistics:
@@ -235,9 +234,10 @@ def _judge_state(
     settles = not trial_step.gradients  # ranks with sharded parameters must run the same number of forwards
     if trial_step.gradients:
         state.restore()
-        for _ in range(2):
-            state.restore_generators()
-            again = _run_once(trial_step, mode, sample.whole, None, sample.size)
+        state.restore_generators()
+        _run_once(trial_step, mode, sample.whole, None, sample.size)
+        state.restore_generators()
+        again = _run_once(trial_step, mode, sample.whole, None, sample.size)
         settles = again.entries.keys() == whole.entries.keys()
         settles = settles and relative_difference(whole.values, again.values) <= _SURE
         if settles:

@@ -95,7 +95,7 @@ class WrappedForward:
         # Looked up at each call, so that a method that is replaced on the class later counts.
         return type(self.module).forward(self.module, *args, **kwargs)
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # Any: subclasses name the arguments that they use
         return self.inner(*args, **kwargs)
 
     def install(self) -> Undo:

@@ -436,18 +436,17 @@ def find_count(
     """
     named = named_count(count)
     trial_step = trial_step_of(step, no_sync)
+    split = refused = None
     try:
         split = find_split(trial_step, sample_rows(batch, -(-batch_size(batch) // n)), named, check=check)
     except CannotSplitError as error:
         if error.trial is None or not error.trial.failed:
             raise
         refused = error
-    else:
-        refused = None
     if refused is not None:  # outside of the handler, so that an error of the user's step is shown alone
         try_whole(trial_step, batch)
         raise refused
-    assert split is not None  # a trial step that returns None is refused before
+    assert split is not None  # may_skip is off: a step that returns None was refused
     if split.is_sum:
         return CountRule("sum")
     if split.count is None:

@@ -100,6 +100,7 @@ def measure_block(
     del outputs
     device = device_of(forward.module)
     whole, watched, expensive = [], [], []
+    expensive_bytes, is_spoilt = 0, False
     for _ in range(_REPEATS):
         stopwatch = Stopwatch(device)
         with stopwatch.measure():
@@ -111,13 +112,13 @@ def measure_block(
             outputs = run()
         watched.append(stopwatch.ms())
         expensive.append(of_expensive.ms())
-        expensive_bytes = mode.kept.nbytes(without=Storages(outputs))
+        expensive_bytes, is_spoilt = mode.kept.nbytes(without=Storages(outputs)), mode.spoilt
         del outputs
     forward_ms = min(whole)  # other load on the machine only adds time
     # For keeping in the forward and returning in the recomputation.
     handling = 2 * max(min(watched) - forward_ms, 0.0)
     cheap_ms = max(forward_ms - min(expensive) + handling, _LEAST * forward_ms)
-    return BlockCost(saved_bytes, None if mode.spoilt else expensive_bytes, forward_ms, cheap_ms)
+    return BlockCost(saved_bytes, None if is_spoilt else expensive_bytes, forward_ms, cheap_ms)
 
 
 def costs_over_ranks(

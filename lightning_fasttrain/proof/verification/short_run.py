@@ -265,8 +265,10 @@ def quietly() -> Iterator[list[str]]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("ignore")
             warnings.simplefilter("always", FastTrainWarning)
-            yield warned
+            try:
+                yield warned
+            finally:
+                warned += [str(one.message) for one in caught]
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-        warned += [str(one.message) for one in caught]
