@@ -318,7 +318,7 @@ class CheckpointedForward(RecomputedForward):
         run, leaves = self._by_position(args, kwargs)
         versions = self.versions_of(leaves)
         output = recompute_in_backward(run, leaves, self._contexts())
-        self.look_at(output, leaves, versions)
+        self.examine(output, leaves, versions)
         return output
 
     def _by_position(

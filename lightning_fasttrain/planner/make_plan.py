@@ -44,6 +44,10 @@ _SHARE, _MOST_SECONDS = 0.02, 30.0  # of a run's time that measuring may take by
 _ROOM = 0.95  # of the limit on a GPU: fragmentation and libraries are not predicted
 
 
+def _ignore(what: str) -> None:
+    pass
+
+
 @check_arguments
 def make_plan(
     module: nn.Module | Callable[[], nn.Module],
@@ -60,7 +64,7 @@ def make_plan(
     steps: PositiveInt = 1000,
     seconds: PositiveFloat | None = None,
     loader: Any = None,
-    tell: Callable[[str], None] = lambda what: None,
+    tell: Callable[[str], None] = _ignore,
     **settings: Any,
 ) -> Plan:
     """Choose the fastest combination of techniques that fits, for the same global batch, by measuring this model.

@@ -76,6 +76,14 @@ class CanDo(Protocol):
     def does(self, capability: Capability) -> bool: ...
 
 
+def _always(technique: object, other: object) -> bool:
+    return True
+
+
+def _as_one(batch: Any) -> Sequence[Any]:
+    return [batch]
+
+
 @check_arguments
 @dataclass(frozen=True)
 class Conflict:
@@ -92,7 +100,7 @@ class Conflict:
     other: type | Capability
     why: str
     way_out: str
-    when: Callable[[Any, Any], bool] = lambda technique, other: True
+    when: Callable[[Any, Any], bool] = _always
 
     def names(self, other: object) -> bool:
         """Whether ``other`` is of this class, or a technique with this capability."""
@@ -228,7 +236,7 @@ class PredictedStep:
 
     precision: str = "32-true"
     on_cuda: bool = False
-    split: Callable[[Any], Sequence[Any]] = lambda batch: [batch]
+    split: Callable[[Any], Sequence[Any]] = _as_one
     window: int = 1
     releases: bool = False
     prefetches: bool = False

@@ -16,7 +16,7 @@ from lightning_fasttrain.micro_batching.find_backbone import BatchSearch, guess_
 from lightning_fasttrain.micro_batching.normalizer.find_split import CannotSplitError
 from lightning_fasttrain.micro_batching.normalizer.split_rule import LossSplit, OtherSplitError
 from lightning_fasttrain.trial import try_split
-from lightning_fasttrain.trial.try_split import Stage, TrialSchedule
+from lightning_fasttrain.trial.try_split import TrialSchedule, TrialStep
 from tests.support.nets import Gradients, TinyLM, as_loader, fit, gradients, largest_difference, lm_batches, trainer
 
 BATCHES = 4
@@ -142,7 +142,7 @@ def test_an_inconclusive_batch_does_not_change_the_split():
     batch, nothing = torch.randn(6, 4), torch.zeros(6, 4)  # without a gradient
 
     def search(batch):
-        return BatchSearch(Stage(lambda x: (net(x) * x).square().mean(), [net]), batch, 2)
+        return BatchSearch(TrialStep(lambda x: (net(x) * x).square().mean(), [net]), batch, 2)
 
     guess = guess_split()
     found = search(batch).find(guess)
@@ -155,8 +155,8 @@ def test_an_inconclusive_batch_does_not_change_the_split():
 def test_with_sharded_parameters_no_rank_searches_alone(monkeypatch):
     """Such a rank would wait for the others in its first forward, and they for it in theirs."""
     monkeypatch.setattr(find_backbone, "rank_count", lambda: 2)
-    stage = Stage(lambda batch: pytest.fail("it ran"), gradients=False)
-    search = BatchSearch(stage, None, 2)
+    trial_step = TrialStep(lambda batch: pytest.fail("it ran"), gradients=False)
+    search = BatchSearch(trial_step, None, 2)
     with pytest.raises(CannotSplitError, match=r"another term.*a single rank cannot run a batch again"):
         search.find_another(LossSplit(None, None), OtherSplitError("it has another term"), 0)
 

@@ -14,15 +14,13 @@ from numbers import Integral, Real
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Bounds:
     """Limits of a number, beside its type: ``Annotated[int, Bounds(1)]``.
 
     Example:
-        >>> print(Bounds(0, 1)), print(Bounds(0, excluded=True))
-        between 0 and 1
-        greater than 0
-        (None, None)
+        >>> Bounds(0, 1), Bounds(0, excluded=True)
+        (between 0 and 1, greater than 0)
     """
 
     low: float
@@ -33,7 +31,7 @@ class Bounds:
         """Check whether a number lies within the limits."""
         return self.low <= value <= self.high and not (self.excluded and value == self.low)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:  # in words, as help() shows it beside the argument
         if self.high < math.inf and self.excluded:
             return f"above {self.low:g} and at most {self.high:g}"
         if self.high < math.inf:
