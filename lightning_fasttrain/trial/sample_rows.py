@@ -1,6 +1,7 @@
 """Choose a few differing rows of a batch, and split them, to try how a loss can be split."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,7 +146,9 @@ def first_micro_batch(batch: object, n: int, split: Callable[[Any, int], list[An
     whole = split(batch, n)[0]
     cuttings: list[list[tuple[Any, Rows | None]]] = []
     for micro_batches in (2, 3):
-        cuttings.append([(micro_batch, None) for micro_batch in split(whole, micro_batches)])
+        # The function may refuse more micro-batches than there are samples, of which it alone knows the number.
+        with suppress(Exception):
+            cuttings.append([(micro_batch, None) for micro_batch in split(whole, micro_batches)])
     yield Sample(whole, 1, [cutting for cutting in cuttings if len(cutting) > 1])
 
 

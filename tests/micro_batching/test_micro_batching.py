@@ -51,6 +51,21 @@ def test_every_gradient_is_that_of_the_unsplit_run(n, settings):
     assert max(map(largest_difference, expected, seen)) < 2e-6
 
 
+def split_strictly(batch, n):
+    """A user's function that refuses more micro-batches than there are samples."""
+    size = len(batch["labels"])
+    if n > size:
+        raise ValueError(f"{size} samples in {n} micro-batches")
+    return [{name: value.tensor_split(n)[i] for name, value in batch.items()} for i in range(n)]
+
+
+@pytest.mark.parametrize("n", [2, 3, 6])
+def test_a_split_that_refuses_more_parts_than_samples_is_tried_with_fewer(n):
+    expected, _, _ = steps()
+    seen, _, _ = steps([ft.MicroBatching(n, split=split_strictly)])
+    assert max(map(largest_difference, expected, seen)) < 2e-6
+
+
 def test_bf16_mixed_is_as_accurate_as_the_plain_run():
     truth, _, _ = steps()
     plain, _, _ = steps(precision="bf16-mixed")
