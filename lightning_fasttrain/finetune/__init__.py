@@ -27,9 +27,8 @@ if TYPE_CHECKING:
         use_adapter_,
     )
     from lightning_fasttrain.finetune.adapters.base_model import base_model, enable_adapters_, unload_adapters_
-    from lightning_fasttrain.finetune.adapters.lora import IA3, Adapter, LoRA
+    from lightning_fasttrain.finetune.adapters.lora import IA3, Adapter, LoRA, QLoRA
     from lightning_fasttrain.finetune.adapters.merge import MergeReport, merge_adapters_, unmerge_adapters_
-    from lightning_fasttrain.finetune.adapters.qlora import QLoRA
     from lightning_fasttrain.finetune.files.adapter_files import load_adapter_, save_adapter
     from lightning_fasttrain.finetune.files.export_model import export_model
     from lightning_fasttrain.finetune.frozen_cache.frozen_cache import FrozenCache, cache_frozen_

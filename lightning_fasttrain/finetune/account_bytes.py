@@ -13,8 +13,7 @@ from lightning_fasttrain.core.modules.select import base_of, group_by_reason
 from lightning_fasttrain.finetune.adapters.add_adapter import adapter_parameters
 from lightning_fasttrain.finetune.quantized.quantized_base import sort_out
 from lightning_fasttrain.finetune.quantized.quantized_layer import in_8_bits, is_quantized, quantization_of
-from lightning_fasttrain.finetune.selection.base_fingerprint import is_torchaos
-from lightning_fasttrain.finetune.selection.qualified_names import prefix_of
+from lightning_fasttrain.finetune.selection.base_fingerprint import is_torchaos, prefix_of
 
 _KINDS: tuple[str, ...] = ("4 bits", "8 bits", "matrices", "embeddings", "heads", "adapters", "vectors", "buffers")
 

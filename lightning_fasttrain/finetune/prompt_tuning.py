@@ -19,14 +19,13 @@ from lightning_fasttrain.core.modules.wrapped_forward import Replacement
 from lightning_fasttrain.finetune.adapters.adapter_checks import check_name, is_there, without_namesakes
 from lightning_fasttrain.finetune.adapters.add_adapter import report_added, train_mode, use_prompt_
 from lightning_fasttrain.finetune.adapters.lora import Adapter
-from lightning_fasttrain.finetune.selection.base_fingerprint import PEFT_MODEL, adapters_on
+from lightning_fasttrain.finetune.selection.base_fingerprint import PEFT_MODEL, adapters_on, has_fake_parameters
 from lightning_fasttrain.finetune.selection.float32_adapters import (
     has_prompt,
     keep_adapter_in_float32_,
     keep_in_float32_,
 )
 from lightning_fasttrain.finetune.selection.freezing import freeze_
-from lightning_fasttrain.finetune.selection.qualified_names import has_fake_parameters
 from lightning_fasttrain.finetune.selection.targets import (
     find_hugging_face_model,
     find_layers,

@@ -3,5 +3,5 @@
 The layers are PEFT's.
 
 From the bottom up: ``initializations``, ``adapter_checks``, ``add_adapter``, ``adapter_checkpoints``,
-``merge_quantized``, ``lora``, ``merge``, ``qlora``, ``base_model``.
+``merge_quantized``, ``merge``, ``lora``, ``base_model``.
 """

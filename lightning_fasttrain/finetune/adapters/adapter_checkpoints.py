@@ -23,9 +23,9 @@ from lightning_fasttrain.finetune.selection.base_fingerprint import (
     base_fingerprint,
     base_names,
     is_fingerprint,
+    names_not_in,
     refuse_other_base,
 )
-from lightning_fasttrain.finetune.selection.qualified_names import names_not_in
 from lightning_fasttrain.technique import Surgery, Technique
 
 # Keys of a checkpoint: hashes of the base that is not in it, and the settings of the adapters that are.

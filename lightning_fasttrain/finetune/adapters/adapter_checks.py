@@ -13,9 +13,8 @@ from lightning_fasttrain.core.checks.annotations import to_plain
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.select import Sharing, is_tuner, list_names_above
 from lightning_fasttrain.finetune.quantized.quantized_layer import in_8_bits, is_quantized
-from lightning_fasttrain.finetune.selection.base_fingerprint import is_torchaos
+from lightning_fasttrain.finetune.selection.base_fingerprint import is_torchaos, names_not_in
 from lightning_fasttrain.finetune.selection.float32_adapters import switches
-from lightning_fasttrain.finetune.selection.qualified_names import names_not_in
 from lightning_fasttrain.finetune.selection.targets import is_product, method_of, owner_of, require_peft
 
 if TYPE_CHECKING:

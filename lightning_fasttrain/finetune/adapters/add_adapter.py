@@ -49,7 +49,15 @@ from lightning_fasttrain.finetune.adapters.adapter_checks import (
 )
 from lightning_fasttrain.finetune.adapters.initializations import Batches, check_start, finish_start_, prepare_start
 from lightning_fasttrain.finetune.quantized.quantized_tensor import shown_as_parameters, use_held_tensors_
-from lightning_fasttrain.finetune.selection.base_fingerprint import adapters_on, base_names, held_child
+from lightning_fasttrain.finetune.selection.base_fingerprint import (
+    adapters_on,
+    base_names,
+    has_fake_parameters,
+    held_child,
+    names_in,
+    names_not_in,
+    strip_prefix,
+)
 from lightning_fasttrain.finetune.selection.float32_adapters import (
     has_prompt,
     keep_adapter_in_float32_,
@@ -57,12 +65,6 @@ from lightning_fasttrain.finetune.selection.float32_adapters import (
     trained_copies,
 )
 from lightning_fasttrain.finetune.selection.freezing import freeze_, update_statistics_
-from lightning_fasttrain.finetune.selection.qualified_names import (
-    has_fake_parameters,
-    names_in,
-    names_not_in,
-    strip_prefix,
-)
 from lightning_fasttrain.finetune.selection.targets import (
     ALL_LINEAR,
     Targets,

@@ -22,10 +22,16 @@ from lightning_fasttrain.finetune.adapters.add_adapter import adapted_modules, a
 from lightning_fasttrain.finetune.adapters.merge import merge_layers_, unmerge_adapters_
 from lightning_fasttrain.finetune.adapters.merge_quantized import forget_quantization_, tuner_layers
 from lightning_fasttrain.finetune.quantized.load_quantized import Original
-from lightning_fasttrain.finetune.selection.base_fingerprint import PEFT_MODEL, adapters_on, changes_base, first_few
+from lightning_fasttrain.finetune.selection.base_fingerprint import (
+    PEFT_MODEL,
+    adapters_on,
+    changes_base,
+    first_few,
+    list_trainable,
+    names_not_in,
+)
 from lightning_fasttrain.finetune.selection.float32_adapters import has_prompt, round_again_, switches, without_adapters
 from lightning_fasttrain.finetune.selection.freezing import unfreeze_
-from lightning_fasttrain.finetune.selection.qualified_names import list_trainable, names_not_in
 
 
 @check_arguments

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_fasttrain.core.messages import explain, list_some
+from lightning_fasttrain.finetune.selection.base_fingerprint import first_tensor, has_fake_parameters
 from lightning_fasttrain.finetune.selection.float32_adapters import without_adapters
-from lightning_fasttrain.finetune.selection.qualified_names import first_tensor, has_fake_parameters
 
 if TYPE_CHECKING:
     from peft import PeftConfig

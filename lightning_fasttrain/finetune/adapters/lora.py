@@ -1,4 +1,4 @@
-"""LoRA, (IA)³ and PEFT's other adapters, as techniques."""
+"""LoRA and QLoRA: trained low-rank adapters beside frozen weights, which QLoRA stores in 4 bits."""
 
 import copy
 import itertools
@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import lightning as L
+import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import nn
 from torch.optim import Optimizer
@@ -14,21 +15,22 @@ from lightning_fasttrain.checkpoint.newest_checkpoint import guard_loading
 from lightning_fasttrain.core.checks import PositiveInt, one_of
 from lightning_fasttrain.core.host.lightning import replicates
 from lightning_fasttrain.core.messages import explain, list_some, note_once, number_of, warn
-from lightning_fasttrain.core.modules.select import as_list, find_tuners
+from lightning_fasttrain.core.modules.select import Blocks, as_list, find_tuners
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, undo_all
 from lightning_fasttrain.core.state.rng import random_state, set_random_state
 from lightning_fasttrain.finetune.adapters.adapter_checkpoints import checkpoint_adapters_
 from lightning_fasttrain.finetune.adapters.add_adapter import adapter_parameters, add_adapter_
 from lightning_fasttrain.finetune.adapters.initializations import Batches
+from lightning_fasttrain.finetune.quantized.quantized_base import ALL_OR_SKIP, NONE_LEFT, QuantizedBase
+from lightning_fasttrain.finetune.selection.base_fingerprint import list_trainable, names_in
 from lightning_fasttrain.finetune.selection.float32_adapters import let_round_
-from lightning_fasttrain.finetune.selection.qualified_names import list_trainable, names_in
-from lightning_fasttrain.finetune.selection.targets import ALL_LINEAR, Targets, require_peft
+from lightning_fasttrain.finetune.selection.targets import ALL_LINEAR, Targets, find_layers, require_peft
 from lightning_fasttrain.technique import Capability, Conflict, Exactness, Setting, Surgery, Technique
+from lightning_fasttrain.technique.declarations import PredictedStep
 from lightning_fasttrain.technique.technique import conflict_with_early_averages, refuse_average_before
 
 if TYPE_CHECKING:
     from peft import PeftConfig
-
 
 _ADDED = "the adapter is added"
 
@@ -330,3 +332,92 @@ def _present(model: nn.Module, targets: list[str]) -> list[str]:
     """Return the targets that are layers of the model; Mixtral's experts, for example, have become parameters."""
     lines = "".join(f".{name}\n" for name, _ in model.named_modules())
     return [target for target in targets if f".{target}\n" in lines]
+
+
+class QLoRA(LoRA):
+    """Quantise the model's linear layers, freeze everything, and train low-rank matrices beside them.
+
+    Equivalent to :class:`~lightning_fasttrain.QuantizedBase` and :class:`~lightning_fasttrain.LoRA` together, bit for
+    bit; fully trained modules are not quantised. The weights, gradients and AdamW states of 8 billion parameters take
+    120 GiB in float32, without activations; QLoRA reduces them to 5 GiB. Activations then dominate the memory: add
+    :class:`~lightning_fasttrain.ActivationCheckpointing`, and for language models
+    :class:`~lightning_fasttrain.FusedLossHead`.
+
+    Args:
+        rank: as for :class:`~lightning_fasttrain.LoRA`; so are alpha, targets, variant, dropout, train, name and
+            checkpoint. ``variant="pissa"`` is refused, since it needs weights in full precision.
+        kind: ``"nf4"``, ``"fp4"`` or ``"int8"``, as for :class:`~lightning_fasttrain.QuantizedBase`; so are the
+            remaining arguments.
+
+    Raises:
+        TypeError, ValueError: see :class:`~lightning_fasttrain.QuantizedBase` and :class:`~lightning_fasttrain.LoRA`.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 2))
+        >>> _ = QLoRA(rank=4).apply(net)
+        >>> net[0].base_layer.weight.dtype, net[0].lora_A["default"].weight.dtype, net[1].weight.dtype
+        (torch.uint8, torch.float32, torch.float32)
+
+    Source:
+        Dettmers et al. 2023, https://arxiv.org/abs/2305.14314.
+    """
+
+    surgery: ClassVar[Surgery | None] = Surgery.QUANTIZE
+    effect: ClassVar[str] = "LoRA on frozen weights in 4 bits"
+    when: ClassVar[str] = "you fine-tune, and even the frozen weights do not fit in 16 bits; slower than LoRA"
+    in_a_loop: ClassVar[str] = "apply(model, [QLoRA(...)])"
+    worth_trying: ClassVar[tuple[Setting, ...]] = (Setting("adapter", "qlora", {"rank": 16}, cost=0.9),)
+
+    @classmethod
+    def conflicts(cls) -> tuple[Conflict, ...]:
+        way_out = "Use QLoRA alone, or QuantizedBase and the adapter of your choice"
+        return (
+            Conflict(QuantizedBase, "QLoRA is QuantizedBase and LoRA already", way_out),
+            Conflict(Capability.REPLACES_PRODUCTS, NONE_LEFT, ALL_OR_SKIP, lambda qlora, _: not qlora.base.skip),
+            *super().conflicts(),
+        )
+
+    def __init__(
+        self,
+        rank: int = 16,
+        alpha: float = 32,
+        targets: Targets = ALL_LINEAR,
+        *,
+        kind: str = "nf4",
+        double_quant: bool = True,
+        compute_dtype: torch.dtype | str = "auto",
+        skip: Blocks = (),
+        variant: str = "lora",
+        dropout: float = 0.0,
+        train: str | Iterable[str] = (),
+        name: str = "default",
+        checkpoint: str = "adapter",
+    ) -> None:
+        if variant == "pissa":
+            why = "this initialization decomposes each weight, and quantised weights are packed"
+            way_out = "Use variant='lora', or LoRA(variant='pissa') without quantisation"
+            raise ValueError(explain("QLoRA(variant='pissa')", why, way_out))
+        super().__init__(
+            rank, alpha, targets, variant=variant, dropout=dropout, train=train, name=name, checkpoint=checkpoint
+        )
+        self.base = QuantizedBase(kind, double_quant=double_quant, compute_dtype=compute_dtype, skip=skip)
+
+    def predict(self, step: PredictedStep) -> "QLoRA":
+        predicted = copy.copy(self)
+        predicted.base = self.base.predict(step)
+        return predicted
+
+    def apply(self, model: nn.Module) -> None:
+        # A copy, so that a second model gets the configured skip.
+        base, skip = copy.copy(self.base), self.base.skip
+        if self.train:  # fully trained modules cannot be packed
+            base.skip = [*as_list(skip), *find_layers(model, self.train, "train")]
+        base.apply(model)
+        self.base.report = base.report
+        super().apply(model)
+
+    def describe_effect(self, model: nn.Module) -> str:
+        beside = super().describe_effect(model)
+        if not beside:
+            return ""
+        return f"{beside}; {self.base.describe_effect(model)}"

@@ -26,8 +26,7 @@ from lightning_fasttrain.finetune.adapters.merge_quantized import (
 from lightning_fasttrain.finetune.quantized.load_quantized import Original
 from lightning_fasttrain.finetune.quantized.quantized_layer import is_quantized
 from lightning_fasttrain.finetune.quantized.quantized_tensor import holder_under
-from lightning_fasttrain.finetune.selection.base_fingerprint import is_torchaos
-from lightning_fasttrain.finetune.selection.qualified_names import names_in
+from lightning_fasttrain.finetune.selection.base_fingerprint import is_torchaos, names_in
 
 
 @dataclass(frozen=True)

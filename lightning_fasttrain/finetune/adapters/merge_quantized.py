@@ -34,9 +34,9 @@ from lightning_fasttrain.finetune.quantized.quantized_tensor import (
     let_go_,
     quantize_tensor_,
 )
+from lightning_fasttrain.finetune.selection.base_fingerprint import find_modules, names_in, prefix_of
 from lightning_fasttrain.finetune.selection.float32_adapters import trained_copies
 from lightning_fasttrain.finetune.selection.freezing import can_train
-from lightning_fasttrain.finetune.selection.qualified_names import find_modules, names_in, prefix_of
 
 WAYS = ("requantized", "dequantized", "original")
 _PROBES = 64  # random inputs per layer for measuring the error, if no batch is given

@@ -2,6 +2,5 @@
 
 Files are written atomically, and their contents are not trusted when loading.
 
-From the bottom up: ``adapter_config``, ``adapter_folder``, ``adapter_layers``, ``expected_tensors``,
-``adapter_files``, ``export_model``.
+From the bottom up: ``adapter_config``, ``expected_tensors``, ``adapter_files``, ``export_model``.
 """

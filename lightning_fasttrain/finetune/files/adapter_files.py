@@ -38,21 +38,27 @@ from lightning_fasttrain.finetune.adapters.add_adapter import (
     add_adapter_,
     use_prompt_,
 )
-from lightning_fasttrain.finetune.files.adapter_config import read_config, refuse_unrepeatable, written_config
-from lightning_fasttrain.finetune.files.adapter_folder import (
+from lightning_fasttrain.finetune.files.adapter_config import (
     SETTINGS,
     WEIGHTS,
     Folder,
     adapter_folder,
+    read_config,
     refuse_other_things,
+    refuse_unrepeatable,
     stored_fingerprint,
     write_adapter,
+    written_config,
 )
-from lightning_fasttrain.finetune.files.adapter_layers import PREFIX, WRONG_BASE, Place, find_place, refuse_other_model
 from lightning_fasttrain.finetune.files.expected_tensors import (
+    PREFIX,
+    WRONG_BASE,
+    Place,
     expected_tensors,
+    find_place,
     refuse_not_finite,
     refuse_other_copies,
+    refuse_other_model,
     refuse_other_tensors,
     refuse_other_ties,
     refuse_other_tokens,
@@ -71,10 +77,13 @@ from lightning_fasttrain.finetune.selection.base_fingerprint import (
     adapters_on,
     base_names,
     first_few,
+    list_trainable,
+    names_not_in,
+    prefix_of,
     refuse_other_base,
+    strip_prefix,
 )
 from lightning_fasttrain.finetune.selection.float32_adapters import trained_copies
-from lightning_fasttrain.finetune.selection.qualified_names import list_trainable, names_not_in, prefix_of, strip_prefix
 from lightning_fasttrain.finetune.selection.targets import has_ending, match_exactly, method_of
 
 if TYPE_CHECKING:

@@ -20,17 +20,24 @@ from lightning_fasttrain.core.modules.parameters import count_parameters
 from lightning_fasttrain.core.modules.select import Sharing, is_part_of
 from lightning_fasttrain.finetune.adapters.merge import merge_adapters_, unmerge_adapters_
 from lightning_fasttrain.finetune.adapters.merge_quantized import find_trained_copies
+from lightning_fasttrain.finetune.files.adapter_config import Folder
 from lightning_fasttrain.finetune.files.adapter_files import refuse_shards
-from lightning_fasttrain.finetune.files.adapter_folder import Folder
 from lightning_fasttrain.finetune.quantized.quantized_layer import (
     FLOATS,
     dequantized_weight,
     is_quantized,
     was_transposed,
 )
-from lightning_fasttrain.finetune.selection.base_fingerprint import adapter_holders, first_few, is_torchaos, plain_name
+from lightning_fasttrain.finetune.selection.base_fingerprint import (
+    adapter_holders,
+    find_modules,
+    first_few,
+    is_torchaos,
+    names_in,
+    names_not_in,
+    plain_name,
+)
 from lightning_fasttrain.finetune.selection.float32_adapters import has_prompt, rounded_as, switches
-from lightning_fasttrain.finetune.selection.qualified_names import find_modules, names_in, names_not_in
 from lightning_fasttrain.finetune.selection.targets import find_hugging_face_model
 
 

@@ -25,7 +25,7 @@ from lightning_fasttrain.core.modules.parameters import bytes_of, quantized_tens
 from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward
 from lightning_fasttrain.core.safe_load import open_safetensors
 from lightning_fasttrain.core.state.rng import keep_random_state
-from lightning_fasttrain.finetune.selection.qualified_names import first_tensor, list_trainable
+from lightning_fasttrain.finetune.selection.base_fingerprint import first_tensor, list_trainable
 
 KEY_BYTES = 16
 _WORDS = 2**14  # 32-bit words of a chunk

@@ -22,7 +22,7 @@ from lightning_fasttrain.core.safe_load import local_path, open_safetensors, rea
 from lightning_fasttrain.finetune.quantized.quantized_base import check_settings, choose_compute_dtype, report, sort_out
 from lightning_fasttrain.finetune.quantized.quantized_layer import FLOATS, quantize_layer_, round_bias_
 from lightning_fasttrain.finetune.quantized.quantized_tensor import keep_quantized_, quantize_tensor_
-from lightning_fasttrain.finetune.selection.qualified_names import names_in, names_not_in
+from lightning_fasttrain.finetune.selection.base_fingerprint import names_in, names_not_in
 
 Where = str | os.PathLike[str]
 Original = nn.Module | Mapping[str, Tensor] | Where

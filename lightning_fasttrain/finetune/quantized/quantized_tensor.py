@@ -30,7 +30,7 @@ from lightning_fasttrain.finetune.quantized.quantized_layer import (
     settle_8bit_,
     was_transposed,
 )
-from lightning_fasttrain.finetune.selection.qualified_names import names_in
+from lightning_fasttrain.finetune.selection.base_fingerprint import names_in
 
 StateDict = MutableMapping[str, Any]
 _NO_TENSOR = "is not a tensor, or a part of its quantisation state is not"

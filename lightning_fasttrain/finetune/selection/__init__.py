@@ -2,6 +2,6 @@
 
 Only ``swap_head`` adds parameters.
 
-From the bottom up: ``qualified_names``, ``freezing``, ``swap_head``, ``base_fingerprint``, ``gradual_unfreezing``,
-``targets``, ``float32_adapters``.
+From the bottom up: ``base_fingerprint``, ``freezing``, ``swap_head``, ``gradual_unfreezing``, ``targets``,
+``float32_adapters``.
 """

@@ -10,7 +10,7 @@ from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.messages import explain, note_once
 from lightning_fasttrain.core.modules.select import Named, is_a, is_part_of, select
 from lightning_fasttrain.core.modules.wrapped_forward import Replacement, Undo
-from lightning_fasttrain.finetune.selection.qualified_names import list_trainable
+from lightning_fasttrain.finetune.selection.base_fingerprint import list_trainable
 
 
 @check_arguments

@@ -19,7 +19,7 @@ from lightning_fasttrain.core.modules.select import (
     replace_modules_,
 )
 from lightning_fasttrain.core.modules.wrapped_forward import output_embeddings_of
-from lightning_fasttrain.finetune.selection.qualified_names import prefix_of
+from lightning_fasttrain.finetune.selection.base_fingerprint import prefix_of
 
 
 @check_arguments

@@ -37,8 +37,8 @@ from lightning_fasttrain.core.modules.select import (
     walk_around,
 )
 from lightning_fasttrain.core.state.rng import keep_random_state
+from lightning_fasttrain.finetune.selection.base_fingerprint import names_in, names_not_in
 from lightning_fasttrain.finetune.selection.freezing import can_train
-from lightning_fasttrain.finetune.selection.qualified_names import names_in, names_not_in
 
 if TYPE_CHECKING:
     from peft import PeftConfig
