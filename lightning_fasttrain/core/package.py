@@ -180,24 +180,30 @@ def import_names_when_used(subpackage: str) -> None:
 
 
 class _MovedModule(ModuleType):
-    """A subpackage of the release before: an error says where each of its names is now."""
+    """A subpackage of the release before: an error says where each of its names is now.
+
+    It is an AttributeError, which ``pickle`` expects of each module that it searches for a name. An import statement
+    replaces it by an error of its own, and shows there what it takes for the file.
+    """
+
+    def __init__(self, name: str, rooms: tuple[str, ...]) -> None:
+        super().__init__(f"{PACKAGE}.{name}")
+        self.__rooms = [f"{PACKAGE}.{room}" for room in rooms]
+        self.__file__ = f"moved to {' or '.join(self.__rooms)}"
 
     def __getattr__(self, name: str) -> object:
         path = f"{self.__name__}.{name}"
-        if name.startswith("__"):
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         removed = REMOVED.get(path.partition(".")[2])
         if removed is not None:
-            raise ImportError(f"{path} was removed. {removed}.")
-        rooms = [f"{PACKAGE}.{room}" for room in MOVED[self.__name__.partition(".")[2]]]
-        for room in rooms:
+            raise AttributeError(f"{path} was removed. {removed}.")
+        for room in self.__rooms:
             if name in _names_of(room):
-                raise ImportError(f"{path} was moved: use {room}.{name}.")
-        raise ImportError(f"{path} does not exist: {self.__name__} was divided into {' and '.join(rooms)}.")
+                raise AttributeError(f"{path} was moved: use {room}.{name}.")
+        raise AttributeError(f"{path} does not exist: {self.__name__} was {self.__file__}.")
 
 
 # An import statement asks sys.modules first, and would say only that there is no such module.
-sys.modules.update({f"{PACKAGE}.{name}": _MovedModule(f"{PACKAGE}.{name}") for name in MOVED})
+sys.modules.update({f"{PACKAGE}.{name}": _MovedModule(name, rooms) for name, rooms in MOVED.items()})
 
 
 def list_names() -> list[str]:
