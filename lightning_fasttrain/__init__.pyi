@@ -1,4 +1,4 @@
-"""What the package offers, and from which room. Type checkers read this, and so does ``core/package.py``."""
+"""Public names, each imported from its subpackage. Type checkers read this file, and so does ``core/package.py``."""
 
 from lightning_fasttrain import architecture as architecture
 from lightning_fasttrain import checkpoint as checkpoint

@@ -175,7 +175,7 @@ class _Call:
         return _Call(shapes)
 
     def is_near(self, other: "_Call", limit: float) -> bool:
-        """Whether another call returned the same, as far as it returned it at all."""
+        """Return whether two outputs agree in all entries that both have."""
         for path in self.values.keys() & other.values.keys():
             one, two = self.values[path].nan_to_num(), other.values[path].nan_to_num()
             if one.shape != two.shape or not relative_difference(one, two) <= limit:

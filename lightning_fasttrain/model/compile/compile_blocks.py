@@ -137,7 +137,7 @@ def compile_blocks_(
 
 
 def _compile_losses(model: nn.Module, fewest_outputs: int) -> dict[str, CompiledLoss]:
-    """Compile what replaced forwards compute between their matrix products, such as the loss at a fused head."""
+    """Compile the element-wise part of replaced forwards, such as the loss of a fused head."""
     compiled: dict[str, CompiledLoss] = {}
     for name, module in model.named_modules():
         for wrapper in wrappers_on(module, WrappedForward):
