@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from lightning_fasttrain.core import files as atomic_write
+from lightning_fasttrain.core import atomic_write
 from lightning_fasttrain.core.atomic_write import write_atomic
 
 

@@ -19,6 +19,7 @@ import lightning as L
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 ROOMS = (
     "architecture",
@@ -124,9 +125,13 @@ def find_example(path, thing):
     raise LookupError(f"{path}: its docstring calls it nowhere. Add an example, or a line to CALLS.")
 
 
-@functools.cache
 def right_arguments(path):
-    """The arguments of the docstring's example, by name."""
+    """The arguments of the docstring's example, by name; lists and dicts are new, since optimizers write to groups."""
+    return tree_map(lambda value: value, dict(_find_arguments(path)))
+
+
+@functools.cache
+def _find_arguments(path):
     thing = public_things()[path]
     before, call = find_example(path, thing)
     names = {**vars(importlib.import_module(thing.__module__)), "nn": nn}
