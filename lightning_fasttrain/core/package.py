@@ -186,24 +186,24 @@ class _MovedModule(ModuleType):
     replaces it by an error of its own, and shows there what it takes for the file.
     """
 
-    def __init__(self, name: str, rooms: tuple[str, ...]) -> None:
+    def __init__(self, name: str, subpackages: tuple[str, ...]) -> None:
         super().__init__(f"{PACKAGE}.{name}")
-        self.__rooms = [f"{PACKAGE}.{room}" for room in rooms]
-        self.__file__ = f"moved to {' or '.join(self.__rooms)}"
+        self.__subpackages = [f"{PACKAGE}.{room}" for room in subpackages]
+        self.__file__ = f"moved to {' or '.join(self.__subpackages)}"
 
     def __getattr__(self, name: str) -> object:
         path = f"{self.__name__}.{name}"
         removed = REMOVED.get(path.partition(".")[2])
         if removed is not None:
             raise AttributeError(f"{path} was removed. {removed}.")
-        for room in self.__rooms:
+        for room in self.__subpackages:
             if name in _names_of(room):
                 raise AttributeError(f"{path} was moved: use {room}.{name}.")
         raise AttributeError(f"{path} does not exist: {self.__name__} was {self.__file__}.")
 
 
 # An import statement asks sys.modules first, and would say only that there is no such module.
-sys.modules.update({f"{PACKAGE}.{name}": _MovedModule(name, rooms) for name, rooms in MOVED.items()})
+sys.modules.update({f"{PACKAGE}.{name}": _MovedModule(name, subpackages) for name, subpackages in MOVED.items()})
 
 
 def list_names() -> list[str]:
