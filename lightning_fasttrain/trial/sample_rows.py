@@ -142,14 +142,27 @@ def _pattern(leaf: Tensor) -> Tensor:
 
 
 def first_micro_batch(batch: object, n: int, split: Callable[[Any, int], list[Any]]) -> Iterator[Sample]:
-    """Yield the first micro-batch of a batch that the user's function splits, split by the same function."""
-    whole = split(batch, n)[0]
+    """Yield the first micro-batch of a batch that the user's function splits, split by the same function.
+
+    Where it cannot be split again, as with one sample, that of a coarser split is taken, so that there is something to
+    compare.
+    """
+    sample = _split_again(split(batch, n)[0], split)
+    while not sample.cuttings and n > 1:
+        n //= 2
+        with suppress(Exception):  # the function may know a single number of micro-batches
+            coarser = _split_again(split(batch, n)[0], split)
+            sample = coarser if coarser.cuttings else sample
+    yield sample
+
+
+def _split_again(whole: object, split: Callable[[Any, int], list[Any]]) -> Sample:
     cuttings: list[list[tuple[Any, Rows | None]]] = []
     for micro_batches in (2, 3):
         # The function may refuse more micro-batches than there are samples, of which it alone knows the number.
         with suppress(Exception):
             cuttings.append([(micro_batch, None) for micro_batch in split(whole, micro_batches)])
-    yield Sample(whole, 1, [cutting for cutting in cuttings if len(cutting) > 1])
+    return Sample(whole, 1, [cutting for cutting in cuttings if len(cutting) > 1])
 
 
 def rank_rows(batch: object, size: int) -> list[int]:

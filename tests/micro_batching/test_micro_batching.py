@@ -66,6 +66,27 @@ def test_a_split_that_refuses_more_parts_than_samples_is_tried_with_fewer(n):
     assert max(map(largest_difference, expected, seen)) < 2e-6
 
 
+def split_loosely(batch, n):
+    """A user's function that returns fewer micro-batches where there are fewer samples."""
+    return split_strictly(batch, min(n, len(batch["labels"])))
+
+
+class Contrastive(TinyLM):
+    def training_step(self, batch):
+        hidden = F.normalize(self.embed(batch["input_ids"]).mean(1), dim=1)
+        return F.cross_entropy(hidden @ hidden.T / 0.1, torch.arange(len(hidden)))
+
+
+@pytest.mark.parametrize(
+    ("split", "n"),
+    [(split_strictly, 2), (split_strictly, 6), (split_loosely, 5), (split_loosely, 6), (split_loosely, 12)],
+)
+def test_samples_that_depend_on_another_are_refused_also_one_by_one(split, n):
+    """A micro-batch of one sample shows nothing: two are tried."""
+    with pytest.raises(ValueError, match="cannot split this loss exactly"):
+        steps([ft.MicroBatching(n, split=split)], net=Contrastive)
+
+
 def test_bf16_mixed_is_as_accurate_as_the_plain_run():
     truth, _, _ = steps()
     plain, _, _ = steps(precision="bf16-mixed")
