@@ -106,7 +106,7 @@ def predict_memory(
             changed nor copied in memory. A LightningModule brings its ``training_step`` and ``configure_optimizers``.
         batch: one batch of the loader; only shapes and dtypes matter.
         loss: (module, batch) → loss, instead of ``training_step``.
-        optimizer: parameters → optimizer, a :class:`~lightning_fasttrain.NamedOptimizer`, or the optimizer of an
+        optimizer: parameters → optimizer, a :class:`~lightning_fasttrain.optim.NamedOptimizer`, or the optimizer of an
             existing ``module``, which is not changed; instead of ``configure_optimizers``.
         techniques: the techniques, as for the Trainer.
         precision: ``"32-true"``, ``"bf16-mixed"`` or ``"bf16-true"``, as in Lightning.

@@ -33,8 +33,8 @@ class GaLoreAdamW(ClosureOptimizer):
 
     Groups with a ``rank`` are projected, and all others are updated as by ``torch.optim.AdamW``, bit for bit;
     :func:`~lightning_fasttrain.optim.galore_groups` creates both. Otherwise it is a plain optimizer for schedulers,
-    clipping, accumulation, loss scalers, :func:`~lightning_fasttrain.optimize_in_backward_`. Its state consists of
-    tensors only, in the parameters' dtype, of a size known beforehand
+    clipping, accumulation, loss scalers and :func:`~lightning_fasttrain.optim.optimize_in_backward_`. Its state
+    consists of tensors only, in the parameters' dtype, of a size known beforehand
     (:func:`~lightning_fasttrain.optim.galore_state_bytes`), and resumes exactly. Under DDP each process computes the
     same P, from the common gradient.
 

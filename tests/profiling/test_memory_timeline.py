@@ -122,7 +122,7 @@ def test_an_accumulated_gradient_counts_in_addition_to_the_existing_one():
 def test_gradients_freed_in_the_backward_count_as_gradients():
     net, batch = chain(), torch.randn(ROWS, DIM)
     optimizer = sgd(net)
-    stop = ft.optimize_in_backward_(optimizer)
+    stop = ft.optim.optimize_in_backward_(optimizer)
     record = record_step(net, optimizer, batch)
     stop()
     assert WEIGHT <= record.peaks["gradients"] < 2 * WEIGHT
