@@ -130,9 +130,9 @@ def _sums(folder: Path, rank: int, world_size: int) -> dict[str, dict[str, Any]]
 
 
 def _sum(path: Path, *, sync: bool = False) -> dict[str, Any]:
-    with open(path, "rb") as file:
+    with open(path, "r+b" if sync else "rb") as file:
         if sync:
-            # This syncs the whole file, whoever wrote it and through whichever descriptor.
+            # This syncs the whole file, whoever wrote it, through any descriptor; Windows needs one that writes.
             os.fsync(file.fileno())
         return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 

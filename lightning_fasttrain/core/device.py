@@ -124,7 +124,7 @@ class AsyncReading:
     """Copy values from a device to the host without waiting, and read them later.
 
     Args:
-        numbers: a tensor on any device.
+        numbers: a tensor on any device. One on an Apple GPU is read where it is, which waits for the device.
 
     Example:
         >>> AsyncReading(torch.tensor([1.0, 2.0])).wait()
@@ -133,20 +133,21 @@ class AsyncReading:
 
     def __init__(self, numbers: torch.Tensor) -> None:
         self.numbers, self.event = numbers, None
-        if numbers.is_cuda:
+        if numbers.device.type in ("cuda", "xpu"):
             # Pinned: otherwise the copy would wait for the device.
             self.numbers = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
             self.numbers.copy_(numbers, non_blocking=True)
-            # An event, so that the host waits only for this copy, not for work that is launched after it.
-            self.event = torch.cuda.current_stream(numbers.device).record_event()
+            # An event, so that the host waits only for this copy, not for work that is launched after it; on the
+            # stream of the copy, which is that of the tensor's device, whichever device is the current one.
+            self.event = torch.accelerator.current_stream(numbers.device).record_event()
 
     @property
     def is_done(self) -> bool:
         """Whether reading would not wait."""
         return self.event is None or self.event.query()
 
-    def wait(self) -> list[float]:
-        """Return the values; wait until the device has computed them."""
+    def wait(self) -> Any:
+        """Return the values, as ``tolist`` does; wait until the device has computed them."""
         if self.event is not None:
             self.event.synchronize()
         return self.numbers.tolist()

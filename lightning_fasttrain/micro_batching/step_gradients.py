@@ -295,7 +295,7 @@ def add_gradients(
                     sums.finish()  # DDP's buckets have the parameters' dtype
                 backward(loss)
                 # Read while the device is busy with the backward.
-                if mismatch is not None and mismatch.read():
+                if mismatch is not None and mismatch.wait():
                     refuse_mismatch(is_shared=is_shared)
         del loss  # free the graph before the next micro-batch runs
     if gradients is not None and not gradients.closed:  # the last micro-batch's step returned None
