@@ -63,6 +63,25 @@ def dtype_of(precision: object) -> torch.dtype:
     return torch.float16 if name.startswith("16") else torch.float32
 
 
+def fast_mixed_precision(device: torch.device) -> str | None:
+    """Return Lightning's mixed precision in which a device multiplies faster than in float32; None without one.
+
+    GPUs before Ampere, such as T4 and V100, emulate bfloat16, and have tensor cores for float16. A GPU that this
+    machine lacks, as when a plan is made for another one, is assumed to be newer.
+
+    Example:
+        >>> fast_mixed_precision(torch.device("cpu")) in ("bf16-mixed", None)
+        True
+    """
+    if device.type == "cpu":
+        return "bf16-mixed" if bf16_units() else None
+    if device.type != "cuda":
+        return None
+    if not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False):
+        return "bf16-mixed"
+    return "16-mixed" if torch.cuda.get_device_capability(device) >= (7, 0) else None
+
+
 GIB = 2**30
 
 _WITHOUT_FLOAT64 = ("mps", "xpu")  # Apple's GPUs, and those of Intel that are not for data centers
@@ -138,8 +157,8 @@ def free_bytes(device: torch.device) -> int | None:
 def return_unused_memory() -> None:
     """Free what only reference cycles hold, and return unused memory of the allocators to the system and the GPU."""
     gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
     # A heap that freed tensors have left full of holes keeps its pages, so the next run's come on top of them.
     if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "malloc_trim"):  # of glibc
         ctypes.CDLL(None).malloc_trim(0)
