@@ -24,7 +24,7 @@ from lightning_fasttrain.core.modules.wrapped_forward import (
     wrappers_on,
 )
 from lightning_fasttrain.core.state.rng import keep_random_state
-from lightning_fasttrain.finetune.frozen_cache.cached_forward import CachedForward
+from lightning_fasttrain.finetune.frozen_cache import CachedForward
 from lightning_fasttrain.micro_batching.padding.packed_forward import PackedForward
 from lightning_fasttrain.model.tiled_mlp import in_place_of_parameters
 from lightning_fasttrain.strategy.tensor_parallel.parallelize import SplitRandomness
