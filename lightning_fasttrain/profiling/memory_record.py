@@ -295,7 +295,6 @@ def memory_page(record: MemoryRecord) -> str:
 
 
 KINDS = ("html", "json", "png", "txt")
-INK, FAINT = "#22252b", "#70757f"
 
 
 @check_arguments
@@ -367,36 +366,24 @@ def draw_memory(record: MemoryRecord) -> "Figure":
     for i in range(len(COLOURS)):
         layer = [point.nbytes[i] / size for point in points]
         layers.append([*layer, layer[-1]])  # the last value lasts until the end
-    figure = Figure(figsize=(10, 5.2), layout="constrained", facecolor="#fcfcfa")
-    axes = figure.add_subplot(facecolor="#fcfcfa")
+    figure = Figure(figsize=(10, 5.2), layout="constrained")
+    axes = figure.add_subplot()
     # Drawn as steps: memory is constant until it changes.
     axes.stackplot(ms, *layers, labels=COLOURS, colors=list(COLOURS.values()), step="post", linewidth=0)
-    peak = record.peak.ms, record.peak_bytes / size
-    # 12% of space above the peak, for the labels.
-    axes.vlines(record.steps_ms, 0, peak[1] * 1.12, color="#c9c9c2", linewidth=0.8, zorder=0)
+    peak = record.peak_bytes / size
+    top = peak * 1.12  # space above the peak, for the labels
     for i, at in enumerate(record.steps_ms):
-        axes.annotate(
-            f"step {i + 1}", (at, peak[1] * 1.12), (4, -9), textcoords="offset points", fontsize=9, color=FAINT
-        )
-    axes.plot(*peak, "o", color=INK, markersize=5, markeredgecolor="white", clip_on=False)
-    offset, alignment = (-8, "right") if record.peak.ms > 0.7 * record.end_ms else (8, "left")
-    axes.annotate(
-        f"peak {format_bytes(record.peak_bytes)}",
-        peak,
-        (offset, 5),
-        textcoords="offset points",
-        horizontalalignment=alignment,
-        fontweight="bold",
-        color=INK,
-    )
+        axes.axvline(at, color="lightgray", linewidth=0.8, zorder=0)
+        axes.text(at, top, f" step {i + 1}", verticalalignment="top", color="gray")
+    axes.plot(record.peak.ms, peak, "o", color="black", markersize=5, clip_on=False)
+    side = "right" if record.peak.ms > 0.7 * record.end_ms else "left"
+    label = f" peak {format_bytes(record.peak_bytes)} "
+    axes.text(record.peak.ms, peak, label, horizontalalignment=side, verticalalignment="bottom", fontweight="bold")
     if record.failed_ms is not None:
-        axes.axvline(record.failed_ms, color=INK, linestyle=":")
-        axes.annotate("out of memory ", (record.failed_ms, peak[1] * 1.06), horizontalalignment="right", color=INK)
-    axes.set(xlim=(0, record.end_ms or 1), ylim=(0, peak[1] * 1.12 or 1), xlabel="ms", ylabel=unit)
-    axes.set_title(f"Peak memory on {record.device}, {record.where}", loc="left", fontsize=11, color=INK, pad=34)
-    axes.grid(axis="y", color="#e2e2dc", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(length=0, labelcolor=FAINT)
-    axes.legend(loc="lower left", bbox_to_anchor=(-0.01, 1), ncols=6, frameon=False, handlelength=1, handleheight=1)
+        axes.axvline(record.failed_ms, color="black", linestyle=":")
+        axes.text(record.failed_ms, peak * 1.06, "out of memory ", horizontalalignment="right")
+    axes.set(xlim=(0, record.end_ms or 1), ylim=(0, top or 1), xlabel="ms", ylabel=unit)
+    axes.set_title(f"Peak memory on {record.device}, {record.where}", loc="left", fontsize=11, pad=34)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="lower left", bbox_to_anchor=(-0.01, 1), ncols=6, frameon=False)
     return figure
