@@ -503,12 +503,15 @@ class _Tiled(torch.autograd.Function):
                 start = part.stop
                 outputs = call.run(tile)
                 chosen = [number for number in flat if outputs[number].requires_grad]
+                heads = [outputs[number] for number in chosen]
                 given = [flat[number][part].reshape(outputs[number].shape) for number in chosen]
-                if chosen:
-                    torch.autograd.backward([outputs[number] for number in chosen], given)
+                if heads:
+                    torch.autograd.backward(heads, given)
                 if rows_of_x is not None:
                     rows_of_x[part] = 0 if tile.grad is None else tile.grad.flatten(0, -2)
-        totals = [None if leaf.grad is None else leaf.grad.to(leaf.dtype) for leaf in leaves]
+        totals: list[Tensor | None] = []
+        for leaf in leaves:
+            totals.append(None if leaf.grad is None else leaf.grad.to(leaf.dtype))
         return of_x, None, *totals
 
 
