@@ -81,7 +81,7 @@ def count_rows(leaves: Iterable[object]) -> int:
 
 
 def is_cut(leaf: object, rows: int) -> bool:
-    """Whether an argument has one entry for each row of the batch."""
+    """Return whether an argument has one entry for each row of the batch."""
     return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == rows
 
 
@@ -162,7 +162,7 @@ class RowStore:
         return [file.get_slice(str(number))[index] for number in range(len(file.keys()) - 1)]
 
     def put(self, key: bytes, row: Row) -> None:
-        """Keep a row."""
+        """Keep a row, unless it is known."""
         if key in self._rows or key in self._filed:
             return
         self._rows[key] = row
@@ -203,7 +203,7 @@ class RowStore:
             del self._rows[key]
 
     def refresh(self) -> None:
-        """Find the rows in files that are new since the last time."""
+        """Read the keys of files that are new since the last call."""
         if self.folder is None or not self.folder.is_dir():
             return
         for path in sorted(self.folder.glob("rows-*.safetensors")):
@@ -230,7 +230,7 @@ def _tensors_in(output: object) -> list[Tensor]:
 
 
 class CachedForward(WrappedForward):
-    """A forward of a frozen module that keeps the outputs of rows.
+    """Forward of a frozen module that keeps its outputs by row.
 
     Args:
         module: the frozen part.
@@ -306,7 +306,7 @@ class CachedForward(WrappedForward):
         return self.inner(*some_args, **some_kwargs)
 
     def _first_call(self, fingerprint: bytes, keys: Sequence[bytes], args: object, kwargs: object) -> Any:
-        """Compute a batch whatever is known, examine the module on it, and compare it with what was kept before."""
+        """Compute the first batch, check that the module repeats it, and compare it with rows that were kept before."""
         output = self._run(args, kwargs, None)
         reason = why_not_repeatable(self.module, lambda chosen: self._run(args, kwargs, chosen), output, len(keys))
         if reason:
@@ -421,7 +421,7 @@ def _generators(leaves: Sequence[object]) -> list[Tensor]:
 
 
 def are_close(leaves: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether the rows in ``others``, which may be fewer, agree up to the rounding of other batch sizes.
+    """Return whether the rows in ``others``, which may be fewer, agree up to the rounding of other batch sizes.
 
     Example:
         >>> x = torch.randn(3, 2)

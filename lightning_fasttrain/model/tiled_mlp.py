@@ -167,7 +167,7 @@ _KEPT = [2, 5]  # one of each, between others: attention may be causal
 
 
 def can_run(module: nn.Module) -> bool:
-    """Whether the weights of ``module`` have values here; those on the meta device, fake and sharded ones have none."""
+    """Return whether the weights of ``module`` have values here; meta, fake and sharded tensors have none."""
     tensors = [*module.parameters(), *module.buffers()]
     return not (any(t.is_meta for t in tensors) or is_sharded(module)) and detect_fake_mode(tensors) is None
 
@@ -214,7 +214,7 @@ def why_tokens_mix(
 
 
 def _widths(module: nn.Module) -> list[int]:
-    """Numbers of inputs of the layers in ``module``, each once; GPT-2's layers call it ``nx``."""
+    """List the input widths of the layers in ``module``, each once; GPT-2's layers call it ``nx``."""
     widths: dict[int, None] = {}
     for layer in (module, *layers_of(module).values()):
         width = getattr(layer, "in_features", getattr(layer, "nx", None))
@@ -313,7 +313,7 @@ def _compare(whole: Any, others: Any, still: Any, alone: Any, *, axes: int) -> s
 
 @contextmanager
 def _without_trace(module: nn.Module, *, training: bool) -> Iterator[None]:
-    """Set a mode, and let moved values stand for trained parameters; afterwards everything is as before."""
+    """Set a mode, and let moved values stand for trained parameters; on exit everything is restored."""
     moved = move_values(trained_parameters(module))
     with _disable_current_modes(), torch.enable_grad():  # a checkpoint around it would count the trial's operators
         state = StepState([module])
@@ -413,9 +413,9 @@ class TiledForward(RecomputedForward):
         self.most_others = len(others)
 
     def _traced(self, x: Tensor, size: int, run: Callable[[Tensor], object]) -> Any:
-        """Return the same as a graph that the compiler can trace; it sums gradients in the parameters' dtype."""
-        pieces = [tree_flatten(checkpoint(run, tile, use_reentrant=False)) for tile in _cut(x, size)]
-        outputs, structures = zip(*pieces, strict=True)
+        """Compute the same in a graph that the compiler can trace; it sums gradients in the parameters' dtype."""
+        results = [tree_flatten(checkpoint(run, tile, use_reentrant=False)) for tile in _cut(x, size)]
+        outputs, structures = zip(*results, strict=True)
         leaves = zip(*outputs, strict=True)
         axis = x.dim() - 2
         joined = [torch.cat(parts, axis).reshape(*x.shape[:-1], *parts[0].shape[axis + 1 :]) for parts in leaves]
@@ -431,7 +431,7 @@ def _cut(x: Tensor, size: int) -> Iterator[Tensor]:
 
 @dataclass
 class _Call:
-    """One call of a module: what forward and backward have in common.
+    """State that the forward and the backward of one call share.
 
     Attributes:
         around, again: entered for the recomputation: tiles come in the same order, so each draws what it drew before.
@@ -451,7 +451,7 @@ class _Call:
 
 
 class _Tiled(torch.autograd.Function):
-    """All tiles of one call. Parameters are inputs, so that each gets one gradient, as from a single product."""
+    """Autograd function of all tiles of one call; parameters are inputs, so that each gets one gradient."""
 
     @staticmethod
     def forward(ctx: object, x: Tensor, call: _Call, *parameters: Tensor) -> tuple[Tensor, ...]:

@@ -167,7 +167,7 @@ class NoiseScale:
         self.finish()
 
     def begin(self) -> None:
-        """Measure the backwards from now on."""
+        """Start to measure; the backwards that follow belong to one step."""
         self.stop()
         self._parts, self._unknown, self._is_divided = [], False, False
         self._parameters = trained_parameters(self.model)
@@ -178,7 +178,7 @@ class NoiseScale:
             self._hooks.append((hook, accumulate))  # autograd itself holds the node weakly
 
     def stop(self) -> None:
-        """Stop without a result."""
+        """Stop measuring, without a result."""
         for hook, _ in self._hooks:
             hook.remove()
         self._hooks, self._parts, self._parameters = [], None, []

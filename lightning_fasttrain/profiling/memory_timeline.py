@@ -288,7 +288,7 @@ class MemoryRecording:
                 error.args = (f"{error}\n{_what_filled_it(self.record, events)}{saved}",)
 
     def stop(self) -> profile:
-        """End the block without making a record."""
+        """End the recording without making a record."""
         finished, self._profile = self._profile, None
         assert finished is not None
         # Gradients and state that were allocated within the block are named here, while their addresses are still
@@ -356,7 +356,7 @@ _BEFORE = "(there before)"
 
 
 class _Seen(NamedTuple):
-    """Memory of this category is at this address. Watched memory may have existed before, without being recorded."""
+    """Memory at this address belongs to this category; watched memory may be older than the recording."""
 
     ns: int
     address: int
@@ -424,7 +424,7 @@ def _category(allocation: Allocation, phase: str, backward_ms: list[float]) -> s
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out: CUDA's allocator has its own error class, the CPU's only a message."""
+    """Return whether memory ran out: CUDA's allocator has its own error class, the CPU's only a message."""
     return isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
     )

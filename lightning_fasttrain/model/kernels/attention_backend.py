@@ -52,7 +52,7 @@ class Layout:
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
 
     def make(self) -> Tensor:
-        """Return a tensor like it: random numbers, or True everywhere."""
+        """Return a tensor with this layout: random numbers, or True everywhere."""
         tensor = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
         with torch.no_grad():
             if self.dtype.is_floating_point:
@@ -95,7 +95,7 @@ class AttentionCall:
         return 4 * torch.Size(query.shape[:-1]).numel() * key.shape[-2]
 
     def prepare(self) -> Callable[[], None]:
-        """Return a function that runs it on random values, and its backward."""
+        """Return a function that runs the call and its backward on random values."""
         query, key, value = map(Layout.make, self.tensors)
         mask = None if self.mask is None else self.mask.make()
         inputs = [tensor for tensor in (query, key, value, mask) if tensor is not None and tensor.requires_grad]
