@@ -122,7 +122,7 @@ class NoiseScale:
         self._averages: Tensor | None = None  # of |G|² and tr(Σ); both begin at 0, which cancels in their ratio
         self._parts: list[_Part] | None = None  # None outside of a measured step
         self._parameters: list[nn.Parameter] = []
-        self._is_divided = False  # whether a backward reached a parameter several times
+        self._is_divided = False  # whether a backward reached a parameter twice, as with reentrant checkpoints
         self._unknown = False
         self._hooks: list[Any] = []
 
@@ -187,8 +187,7 @@ class NoiseScale:
         """Add the measured step to the averages; all ranks must call it. The host does not wait for the device.
 
         Args:
-            samples: samples of the step on this rank; a step whose parts have another number is left out, and so is
-                one of whose backwards some reach a parameter several times, as with only the backbone in micro-batches.
+            samples: samples of the step on this rank; a step whose parts have another number is left out.
         """
         parts = [part for part in self._parts or [] if part.norms]
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
@@ -197,12 +196,14 @@ class NoiseScale:
             why = "its loss is not that of a watched step, so its weight in the step is unknown"
             raise RuntimeError(explain("a backward in measure()", why, "Use step = noise.watch(step)"))
         # The conditions are the same on all ranks, since each takes part in the sum below.
-        if not gradients or (rank_count() == 1 and (self._is_divided or len(parts) < 2)):
+        if not gradients or (rank_count() == 1 and len(parts) < 2):
             return
         device = gradients[0].device
         sums = self._sum_parts(parts, device, samples)
         if rank_count() > 1:
             dist.all_reduce(sums)
+        if self._is_divided:  # the norm of a sum is unknown from those of its terms
+            return
         whole = torch.stack([_squared_norm(gradient).to(device) for gradient in gradients]).sum()
         self._add(torch.stack(_solve(sums, whole.to(sums))))
 
@@ -210,7 +211,7 @@ class NoiseScale:
         counted = sum(part.samples for part in parts)
         if not counted and not samples:
             return torch.zeros(3, device=device)
-        if self._is_divided or (samples is not None and counted != samples):
+        if samples is not None and counted != samples:
             # NaN leaves the step out, on all ranks.
             return torch.full((3,), math.nan, device=device)
         self.tokens_per_sample = sum(part.tokens for part in parts) / counted
