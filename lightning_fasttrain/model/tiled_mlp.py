@@ -100,13 +100,9 @@ def tile_mlps_(model: nn.Module, tokens: PositiveInt | None = None, mlps: Blocks
     """
     already = list_wrapped(model, TiledForward)
     if already:
-        return dict.fromkeys(already, _do_nothing)
+        return dict.fromkeys(already, lambda: None)
     found = _named_mlps(model, mlps) if mlps is not None else _find_mlps(model)
     return {name: TiledForward(module, name, tokens, checked).install() for name, (module, checked) in found.items()}
-
-
-def _do_nothing() -> None:
-    pass
 
 
 Found = dict[str, tuple[nn.Module, bool]]  # qualified name → module, and whether it was tried
