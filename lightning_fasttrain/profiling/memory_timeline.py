@@ -500,8 +500,10 @@ class MemoryTimeline(MemoryWindow):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
     ) -> None:
         """Hook: the batch is on the device, and the forward comes next."""
-        if self._open is not None:
-            (self._open.see_batch if self._in_step else self._open.next_step)(batch)
+        if self._open is not None and self._in_step:
+            self._open.see_batch(batch)
+        elif self._open is not None:
+            self._open.next_step(batch)
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
     def _open_window(self, trainer: L.Trainer, module: L.LightningModule, batch: object) -> None:
@@ -533,7 +535,7 @@ class MemoryTimeline(MemoryWindow):
         recording, self._open = self._open, None
         if recording is None:
             return
-        recording.__exit__(type(error), error, None)
+        recording.__exit__(None, error, None)
         self.record = record = recording.record
         if error is None and record is not None:
             self._due = math.inf
