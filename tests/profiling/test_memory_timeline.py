@@ -19,7 +19,7 @@ from lightning_fasttrain.profiling import (
     save_memory_record,
 )
 from lightning_fasttrain.profiling.memory_record import CATEGORIES, Allocation
-from lightning_fasttrain.profiling.memory_recording import Change, Events, Place, _allocations, _Seen
+from lightning_fasttrain.profiling.memory_timeline import Change, Events, Place, _allocations, _Seen
 from tests.support.nets import TinyLM, as_loader, fit, lm_batches
 
 DIM, ROWS = 64, 32
