@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_on
 
 from lightning_fasttrain.core.atomic_write import refuse_unwritable, write_atomic
 from lightning_fasttrain.core.checks import check_arguments, require
+from lightning_fasttrain.core.device import to_float64
 from lightning_fasttrain.core.distributed import is_sharded
 from lightning_fasttrain.core.messages import explain, list_some, warn, warn_on_any_rank
 from lightning_fasttrain.core.modules.parameters import bytes_of, quantized_tensors
@@ -436,7 +437,7 @@ def are_close(leaves: Sequence[Any], others: Sequence[Any]) -> bool:
         if one.shape[1:] != other.shape[1:]:
             return False
         close = 1e-3 if one.dtype in (torch.float32, torch.float64) else 0.02
-        first, second = one[: len(other)].double(), other.double()
+        first, second = to_float64(one[: len(other)]), to_float64(other)
         if first.numel() and (first - second).abs().amax() > close * first.abs().amax():
             return False
     return True

@@ -17,6 +17,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from torch.utils.checkpoint import checkpoint
 
 from lightning_fasttrain.core.checks import PositiveInt, check_arguments
+from lightning_fasttrain.core.device import to_float64
 from lightning_fasttrain.core.distributed import is_sharded
 from lightning_fasttrain.core.messages import explain, list_some
 from lightning_fasttrain.core.modules.blocks import Blocks, find_blocks
@@ -298,7 +299,7 @@ def _compare(whole: Any, others: Any, still: Any, alone: Any, *, axes: int) -> s
         return "it uses a tensor that requires a gradient and is neither its parameter nor its first argument"
     # Products of other sizes round differently, at most as much as in TF32.
     close = 1e-3 if still.dtype in (torch.float32, torch.float64) else 0.02
-    whole, others, still, alone = (output.flatten(0, axes - 1).double() for output in outputs)
+    whole, others, still, alone = (to_float64(output.flatten(0, axes - 1)) for output in outputs)
     # Bitwise, since sizes are the same and a row of a product depends on no other row.
     if not torch.equal(whole[_KEPT], others[_KEPT]):
         return "the output of a token depends on other tokens"

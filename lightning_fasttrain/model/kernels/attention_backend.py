@@ -464,4 +464,5 @@ class AttentionBackend(Technique):
         return dict(self._saved)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._saved = dict(state_dict)
+        known = [name for name in state_dict.get("order", ()) if name in BACKENDS]
+        self._saved = {"device": state_dict.get("device"), "order": known} if known else {}
