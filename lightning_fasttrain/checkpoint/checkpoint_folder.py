@@ -78,7 +78,7 @@ def checkpoint_folder(
     # The mark stays locked until the folder has its name, or is removed.
     with ExitStack() as held:
         # Outside of the `try` below: a folder that is not ours has the name then, and must not be removed.
-        with _all_or_none(target, agree):
+        with all_or_none(target, agree):
             if rank == 0:
                 make_folder(target.parent)
                 _refuse_to_replace(target)
@@ -90,11 +90,11 @@ def checkpoint_folder(
                     held.enter_context(mark_folder(staging))
         try:
             # Each of the three ends with all ranks waiting for each other: no rank hashes what another still writes.
-            with _all_or_none(target, agree):
+            with all_or_none(target, agree):
                 yield staging
-            with _all_or_none(target, agree):
+            with all_or_none(target, agree):
                 write_atomic(staging / f".sums-{rank}", json.dumps(_sums(staging, rank, world_size)))
-            with _all_or_none(target, agree):
+            with all_or_none(target, agree):
                 if rank == 0:
                     _publish(staging, target, {"world_size": world_size, "about": about or {}})
         except BaseException:
@@ -104,15 +104,19 @@ def checkpoint_folder(
 
 
 @contextmanager
-def _all_or_none(target: Path, agree: Callable[[bool], bool]) -> Iterator[None]:
+def all_or_none(target: Path | str, agree: Callable[[bool], bool]) -> Iterator[None]:
+    """Raise on all ranks if writing a part of checkpoint ``target`` fails on one of them; each waits for all.
+
+    Raises:
+        OSError: another rank has failed.
+    """
     try:
         yield
     except BaseException as error:
+        if isinstance(target, Path):
+            free = f"{free_disk_bytes(target) / GIB:.2f} GiB are free there"
+            error.add_note(f"While writing checkpoint {target} ({free}). An older one is untouched.")
         # On an interrupt too, or the other ranks would wait forever.
-        error.add_note(
-            f"While writing checkpoint {target} ({free_disk_bytes(target) / GIB:.2f} GiB are free there). "
-            "An older one is untouched."
-        )
         agree(False)
         raise
     if not agree(True):

@@ -17,7 +17,13 @@ from typing import Any
 import fsspec
 from fsspec import AbstractFileSystem
 
-from lightning_fasttrain.checkpoint.checkpoint_folder import MANIFEST, read_manifest, sums_of, verify_checkpoint
+from lightning_fasttrain.checkpoint.checkpoint_folder import (
+    MANIFEST,
+    all_or_none,
+    read_manifest,
+    sums_of,
+    verify_checkpoint,
+)
 from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.distributed import from_all_ranks, from_first_of_node
 from lightning_fasttrain.core.messages import explain, first_line, say, warn
@@ -94,7 +100,7 @@ def remote_folder(
     own = f"{_DATA}{secrets.token_hex(8)}"
     with tempfile.TemporaryDirectory(prefix="fasttrain-upload-") as temporary:
         folder = Path(temporary)
-        with _all_or_none(url, agree):
+        with all_or_none(url, agree):
             if rank == 0:
                 with _explained(url, "written"):
                     # Left by a save that was interrupted: they would be taken for those of this one.
@@ -102,14 +108,14 @@ def remote_folder(
                         if name.startswith(_SUMS):
                             fs.rm_file(f"{path}/{name}")
         try:
-            with _all_or_none(url, agree):
+            with all_or_none(url, agree):
                 yield folder
                 sums = {f"{own}/{name}": entry for name, entry in sums_of(folder).items()}
                 for name in sums:
                     _upload(fs, folder / name.removeprefix(f"{own}/"), f"{path}/{name}", url)
                 (folder / _SUMS).write_text(json.dumps(sums))
                 _upload(fs, folder / _SUMS, f"{path}/{_SUMS}{rank}", url)
-            with _all_or_none(url, agree):
+            with all_or_none(url, agree):
                 if rank == 0:
                     _publish(fs, path, url, folder, {"world_size": world_size, "about": about or {}})
         except BaseException:
@@ -308,16 +314,3 @@ def _explained(url: str, what: str) -> Iterator[None]:
         why = f"{type(error).__name__}: {first_line(error).rstrip('.')}"
         way_out = "Check the credentials of this process, the address and the network"
         raise _StorageError(explain(f"checkpoint {url} could not be {what}", why, way_out)) from error
-
-
-@contextmanager
-def _all_or_none(url: str, agree: Callable[[bool], bool]) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        # On an interrupt too, or the other ranks would wait forever.
-        agree(False)
-        raise
-    if not agree(True):
-        why = "another rank failed, see its error; an older checkpoint of this name is untouched"
-        raise OSError(explain(f"checkpoint {url} could not be written", why, "Look at the other ranks' output"))

@@ -3,6 +3,8 @@
 import io
 import socket
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -11,7 +13,6 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
 Answer = TypeVar("Answer")
-N = TypeVar("N", int, float)
 
 
 def rank_count() -> int:
@@ -86,16 +87,6 @@ def from_first_of_node(make: Callable[[], Answer]) -> Answer:
     return answers[first]
 
 
-def smallest_over_ranks(numbers: list[int]) -> list[int]:
-    """Return the smallest of each of the ``numbers`` over all ranks; each rank waits for all.
-
-    Example:
-        >>> smallest_over_ranks([3, -2])
-        [3, -2]
-    """
-    return _reduce(numbers, torch.int64, "MIN")
-
-
 def largest_over_ranks(numbers: list[float]) -> list[float]:
     """Return the largest of each of the ``numbers`` over all ranks; each rank waits for all.
 
@@ -103,16 +94,16 @@ def largest_over_ranks(numbers: list[float]) -> list[float]:
         >>> largest_over_ranks([3.5, -2])
         [3.5, -2]
     """
-    # Exact for bytes up to 2**53.
-    return _reduce(numbers, torch.float64, "MAX")
+    return _reduce(numbers, "MAX")
 
 
-def _reduce(numbers: list[N], dtype: torch.dtype, how: str, group: Any = None) -> list[N]:
+def _reduce(numbers: list[float], how: str, group: Any = None) -> list[float]:
     if rank_count() == 1:
         return numbers
     # NCCL cannot reduce a tensor on the CPU.
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else "cpu"
-    reduced = torch.tensor(numbers, dtype=dtype, device=device)
+    # Exact for counts up to 2^53. float32 ends at 2^24, and a step may hold more tokens than that.
+    reduced = torch.tensor(numbers, dtype=torch.float64, device=device)
     # By name, since a torch that was built without its distributed package has no ReduceOp.
     dist.all_reduce(reduced, op=getattr(dist.ReduceOp, how), group=group)
     return reduced.tolist()
@@ -120,7 +111,55 @@ def _reduce(numbers: list[N], dtype: torch.dtype, how: str, group: Any = None) -
 
 def agree_on_all_ranks(ok: bool, group: Any = None) -> bool:
     """Return whether every rank of the process group says yes, by default of all; each waits for all."""
-    return bool(_reduce([int(ok)], torch.int64, "MIN", group)[0])
+    return bool(_reduce([ok], "MIN", group)[0])
+
+
+class ControlGroup:
+    """A gloo group of all ranks for decisions about the run itself, such as whether to stop; a collective.
+
+    Its messages are a few bytes between host processes, so no device is synchronized. It carries no other collectives,
+    so a vote cannot be mistaken for a part of the step's communication. A rank that has exited is an error at once, one
+    that does not answer after the group's timeout.
+
+    Args:
+        timeout: how long a vote waits for a rank; by default gloo's.
+    """
+
+    def __init__(self, timeout: timedelta | None = None) -> None:
+        self._group: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=timeout)
+        # Lives as long as the group: gloo's thread would need the interpreter's lock to free it.
+        self._numbers = torch.zeros(2, dtype=torch.int64, device="cpu")
+        self._work: dist.Work | None = None
+
+    def vote(self, number: int, other: int = 0) -> None:
+        """Start to compute the largest ``number`` and the largest ``other`` of all ranks, without waiting for them."""
+        self._numbers[0], self._numbers[1] = number, other
+        self._work = dist.all_reduce(self._numbers, dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+    def read_vote(self, timeout: timedelta = timedelta(0)) -> tuple[int, int]:
+        """Wait for the last vote, and return its result; zeros if there was none, or it has been read.
+
+        Args:
+            timeout: how long to wait; by default as long as the group does.
+
+        Raises:
+            RuntimeError: a rank has exited or did not answer in time.
+        """
+        work, self._work = self._work, None
+        if work is None:
+            return 0, 0
+        work.wait(timeout)
+        largest, other = map(int, self._numbers.tolist())
+        return largest, other
+
+    def close(self) -> None:
+        """Wait for a pending vote, and destroy the group."""
+        # Destroyed already, with the default process group, or by an exit of the other ranks.
+        if self._group is not None and dist.is_initialized():
+            self.read_vote()
+            with suppress(RuntimeError, ValueError):
+                dist.destroy_process_group(self._group)
+        self._group = None
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -141,10 +180,7 @@ def sum_over_ranks(counts: list[int], strategy: Strategy | None, world_size: int
     """
     if strategy is None or world_size == 1:
         return counts
-    # Exact up to 2^53. float32 ends at 2^24, and a step may hold more tokens than that.
-    here = torch.tensor(counts, dtype=torch.float64, device=strategy.root_device)
-    total: Tensor = strategy.reduce(here, reduce_op="sum")
-    return list(map(int, total.tolist()))
+    return list(map(int, _reduce([*counts], "SUM")))
 
 
 def pack(state: object) -> Tensor:
