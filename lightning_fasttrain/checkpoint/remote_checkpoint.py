@@ -9,7 +9,7 @@ import json
 import re
 import secrets
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,16 +20,17 @@ from fsspec import AbstractFileSystem
 from lightning_fasttrain.checkpoint.checkpoint_folder import (
     MANIFEST,
     all_or_none,
+    join_manifest,
     read_manifest,
     sums_of,
     verify_checkpoint,
 )
 from lightning_fasttrain.core.checks import check_arguments
-from lightning_fasttrain.core.distributed import from_all_ranks, from_first_of_node
+from lightning_fasttrain.core.distributed import ControlGroup, from_all_ranks, from_first_of_node
 from lightning_fasttrain.core.messages import explain, first_line, say, warn
 from lightning_fasttrain.core.safe_load import CorruptCheckpoint, is_object_storage
 
-_DATA, _SUMS = "data-", ".sums-"
+_DATA = "data-"
 _NAME = re.compile(rf"{_DATA}[0-9a-f]{{16}}/(?P<file>[^/\0]+(/[^/\0]+)*)")
 # Object stores, in which an upload is visible only when it is complete.
 _ATOMIC = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss"}
@@ -83,14 +84,12 @@ def why_unwritable_storage(url: str) -> str | None:
 
 
 @contextmanager
-def remote_folder(
-    url: str, *, rank: int, world_size: int, agree: Callable[[bool], bool], about: Mapping[str, object] | None
-) -> Iterator[Path]:
+def remote_folder(url: str, *, ranks: ControlGroup, about: Mapping[str, object] | None) -> Iterator[Path]:
     """Yield a local folder for this rank's files, which are uploaded on leaving; rank zero writes the manifest last.
 
     Args:
         url: the checkpoint's address; an older checkpoint there is replaced when the new one is complete.
-        rank, world_size, agree, about: as for
+        ranks, about: as for
             :func:`~lightning_fasttrain.checkpoint.checkpoint_folder.checkpoint_folder`.
 
     Raises:
@@ -100,39 +99,29 @@ def remote_folder(
     own = f"{_DATA}{secrets.token_hex(8)}"
     with tempfile.TemporaryDirectory(prefix="fasttrain-upload-") as temporary:
         folder = Path(temporary)
-        with all_or_none(url, agree):
-            if rank == 0:
-                with _explained(url, "written"):
-                    # Left by a save that was interrupted: they would be taken for those of this one.
-                    for name in _list(fs, path):
-                        if name.startswith(_SUMS):
-                            fs.rm_file(f"{path}/{name}")
+        with all_or_none(url, ranks), _explained(url, "written"):
+            fs.exists(path)  # an error here, such as of wrong credentials, leaves nothing to remove
         try:
-            with all_or_none(url, agree):
+            with all_or_none(url, ranks):
                 yield folder
                 sums = {f"{own}/{name}": entry for name, entry in sums_of(folder).items()}
                 for name in sums:
                     _upload(fs, folder / name.removeprefix(f"{own}/"), f"{path}/{name}", url)
-                (folder / _SUMS).write_text(json.dumps(sums))
-                _upload(fs, folder / _SUMS, f"{path}/{_SUMS}{rank}", url)
-            with all_or_none(url, agree):
-                if rank == 0:
-                    _publish(fs, path, url, folder, {"world_size": world_size, "about": about or {}})
+            (folder / MANIFEST).write_text(join_manifest(sums, ranks, about))
+            with all_or_none(url, ranks):
+                if ranks.rank == 0:
+                    _upload(fs, folder / MANIFEST, f"{path}/{MANIFEST}", url)
+                    _remove_older(fs, path, read_manifest(folder))
         except BaseException:
             _remove(fs, f"{path}/{own}")
             raise
 
 
-def _publish(fs: AbstractFileSystem, path: str, url: str, folder: Path, facts: dict[str, Any]) -> None:
-    files: dict[str, Any] = {}
-    with _explained(url, "written"):
-        for rank in range(facts["world_size"]):
-            files |= json.loads(fs.cat_file(f"{path}/{_SUMS}{rank}"))
-    (folder / MANIFEST).write_text(json.dumps({"version": 1, **facts, "files": files}, indent=1))
-    _upload(fs, folder / MANIFEST, f"{path}/{MANIFEST}", url)
-    kept = {name.partition("/")[0] for name in files}
+def _remove_older(fs: AbstractFileSystem, path: str, manifest: Mapping[str, Any]) -> None:
+    kept = {name.partition("/")[0] for name in manifest["files"]}
     for name in _list(fs, path):
-        if name.startswith((_DATA, _SUMS)) and name not in kept:
+        # What earlier versions have left begins with the second.
+        if name.startswith((_DATA, ".sums-")) and name not in kept:
             _remove(fs, f"{path}/{name}")
 
 

@@ -5,6 +5,7 @@ import socket
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -30,13 +31,92 @@ def rank_here() -> int:
     return dist.get_rank() if _is_launched() else 0
 
 
+class ControlGroup:
+    """Ranks that decide together about the run itself, such as whether to stop, or whether a checkpoint is complete.
+
+    Args:
+        group: their process group; None for this process alone.
+
+    Attributes:
+        rank: of this process, among ``count``.
+
+    Example:
+        >>> ControlGroup().agree(True), ControlGroup().gather("mine")
+        (True, ['mine'])
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+        self.rank, self.count = 0, 1
+        if group is not None:
+            self.rank, self.count = group.rank(), group.size()
+        self._numbers: Tensor | None = None
+        self._work: dist.Work | None = None
+
+    @classmethod
+    def apart(cls, timeout: timedelta | None = None) -> "ControlGroup":
+        """Make a gloo group of all ranks that carries nothing but votes; all ranks must call it.
+
+        A vote is a few bytes between host processes: no device is synchronized, and it cannot be mistaken for a part of
+        the step's communication. A rank that has exited is an error at once, one that does not answer after ``timeout``
+        (by default gloo's).
+        """
+        group: Any = dist.new_group(backend="gloo", timeout=timeout)
+        return cls(group)
+
+    def agree(self, ok: bool) -> bool:
+        """Return whether every rank says yes; each waits for all."""
+        return self.count == 1 or bool(_reduce([ok], "MIN", self.group)[0])
+
+    def gather(self, mine: Answer) -> list[Answer]:
+        """Return the values of all ranks, in the order of ranks; each waits for all."""
+        if self.count == 1:
+            return [mine]
+        gathered: list[Any] = [None] * self.count
+        dist.all_gather_object(gathered, mine, group=self.group)
+        return gathered
+
+    def vote(self, number: int, other: int = 0) -> None:
+        """Start to compute the largest ``number`` and the largest ``other`` of all ranks, without waiting for them."""
+        if self._numbers is None:
+            # Lives as long as the group: gloo's thread would need the interpreter's lock to free it.
+            self._numbers = torch.zeros(2, dtype=torch.int64, device="cpu")
+        self._numbers[0], self._numbers[1] = number, other
+        self._work = dist.all_reduce(self._numbers, dist.ReduceOp.MAX, group=self.group, async_op=True)
+
+    def read_vote(self, timeout: timedelta = timedelta(0)) -> tuple[int, int]:
+        """Wait for the last vote, and return its result; zeros if there was none, or it has been read.
+
+        Args:
+            timeout: how long to wait; by default as long as the group does.
+
+        Raises:
+            RuntimeError: a rank has exited or did not answer in time.
+        """
+        work, self._work = self._work, None
+        if work is None or self._numbers is None:
+            return 0, 0
+        work.wait(timeout)
+        largest, other = map(int, self._numbers.tolist())
+        return largest, other
+
+    def close(self) -> None:
+        """Wait for a pending vote, and destroy the group."""
+        if dist.is_initialized():
+            self.read_vote()
+            with suppress(RuntimeError, ValueError):  # destroyed already, with an earlier default process group
+                dist.destroy_process_group(self.group)
+
+
+def all_ranks() -> ControlGroup:
+    """Return the ranks of the default process group, or this process alone."""
+    group: Any = dist.group.WORLD if _is_launched() else None
+    return ControlGroup(group)
+
+
 def from_all_ranks(mine: list[Any]) -> list[Any]:
     """Return the entries of the lists of all ranks, so that all ranks decide the same."""
-    if rank_count() == 1:
-        return mine
-    gathered: list[Any] = [None] * rank_count()
-    dist.all_gather_object(gathered, mine)
-    return [entry for some in gathered for entry in some]
+    return list(chain.from_iterable(all_ranks().gather(mine)))
 
 
 def from_rank_zero(make: Callable[[], Answer]) -> Answer:
@@ -107,59 +187,6 @@ def _reduce(numbers: list[float], how: str, group: Any = None) -> list[float]:
     # By name, since a torch that was built without its distributed package has no ReduceOp.
     dist.all_reduce(reduced, op=getattr(dist.ReduceOp, how), group=group)
     return reduced.tolist()
-
-
-def agree_on_all_ranks(ok: bool, group: Any = None) -> bool:
-    """Return whether every rank of the process group says yes, by default of all; each waits for all."""
-    return bool(_reduce([ok], "MIN", group)[0])
-
-
-class ControlGroup:
-    """A gloo group of all ranks for decisions about the run itself, such as whether to stop; a collective.
-
-    Its messages are a few bytes between host processes, so no device is synchronized. It carries no other collectives,
-    so a vote cannot be mistaken for a part of the step's communication. A rank that has exited is an error at once, one
-    that does not answer after the group's timeout.
-
-    Args:
-        timeout: how long a vote waits for a rank; by default gloo's.
-    """
-
-    def __init__(self, timeout: timedelta | None = None) -> None:
-        self._group: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=timeout)
-        # Lives as long as the group: gloo's thread would need the interpreter's lock to free it.
-        self._numbers = torch.zeros(2, dtype=torch.int64, device="cpu")
-        self._work: dist.Work | None = None
-
-    def vote(self, number: int, other: int = 0) -> None:
-        """Start to compute the largest ``number`` and the largest ``other`` of all ranks, without waiting for them."""
-        self._numbers[0], self._numbers[1] = number, other
-        self._work = dist.all_reduce(self._numbers, dist.ReduceOp.MAX, group=self._group, async_op=True)
-
-    def read_vote(self, timeout: timedelta = timedelta(0)) -> tuple[int, int]:
-        """Wait for the last vote, and return its result; zeros if there was none, or it has been read.
-
-        Args:
-            timeout: how long to wait; by default as long as the group does.
-
-        Raises:
-            RuntimeError: a rank has exited or did not answer in time.
-        """
-        work, self._work = self._work, None
-        if work is None:
-            return 0, 0
-        work.wait(timeout)
-        largest, other = map(int, self._numbers.tolist())
-        return largest, other
-
-    def close(self) -> None:
-        """Wait for a pending vote, and destroy the group."""
-        # Destroyed already, with the default process group, or by an exit of the other ranks.
-        if self._group is not None and dist.is_initialized():
-            self.read_vote()
-            with suppress(RuntimeError, ValueError):
-                dist.destroy_process_group(self._group)
-        self._group = None
 
 
 def is_sharded(model: nn.Module) -> bool:

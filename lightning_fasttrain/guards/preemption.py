@@ -115,7 +115,7 @@ class PreemptionFlag:
 
     def _ask(self) -> None:
         # A collective: all ranks reach it at the same boundary, as they all count the same boundaries.
-        self._ranks = self._ranks or ControlGroup(_timeout_of_the_ranks())
+        self._ranks = self._ranks or ControlGroup.apart(_timeout_of_the_ranks())
         self._ranks.vote(self.raised)
 
     def _answer(self) -> bool:

@@ -55,7 +55,7 @@ class EvenLoader(AheadLoader):
         super().__init__(inner)
         self._left_out = 0
         self._length: int | None = None
-        self._ranks = ControlGroup() if rank_count() > 1 else None
+        self._ranks = ControlGroup.apart() if rank_count() > 1 else None
         if self._ranks is not None:
             self._compare_lengths(self._ranks)
 

@@ -34,7 +34,7 @@ class FittingSearch:
     """The search for a number of micro-batches by all processes of a run; this base class is for a single process."""
 
     def __init__(self, several: bool = False) -> None:
-        self.agree = Agreement(ControlGroup() if several else None)
+        self.agree = Agreement(ControlGroup.apart() if several else None)
         self._written: set[str] = set()  # parameters that the step itself writes
         self._batches = 0
 
