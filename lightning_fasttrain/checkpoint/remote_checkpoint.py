@@ -6,11 +6,12 @@ older checkpoint of the same name stays complete until the new manifest replaces
 
 import glob
 import json
+import os
 import re
 import secrets
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from fsspec import AbstractFileSystem
 from lightning_fasttrain.checkpoint.checkpoint_folder import (
     MANIFEST,
     all_or_none,
+    checkpoint_folder,
     join_manifest,
     read_manifest,
     sums_of,
@@ -115,6 +117,15 @@ def remote_folder(url: str, *, ranks: ControlGroup, about: Mapping[str, object] 
         except BaseException:
             _remove(fs, f"{path}/{own}")
             raise
+
+
+def folder_to_write(
+    target: str | os.PathLike[str], *, ranks: ControlGroup, about: Mapping[str, object]
+) -> AbstractContextManager[Path]:
+    """Return :func:`remote_folder` for an address in object storage, otherwise :func:`checkpoint_folder`."""
+    if is_object_storage(target):
+        return remote_folder(str(target), ranks=ranks, about=about)
+    return checkpoint_folder(target, ranks=ranks, about=about)
 
 
 def _remove_older(fs: AbstractFileSystem, path: str, manifest: Mapping[str, Any]) -> None:

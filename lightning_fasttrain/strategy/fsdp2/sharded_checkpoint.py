@@ -29,9 +29,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.optim import Optimizer
 
-from lightning_fasttrain.checkpoint.checkpoint_folder import checkpoint_folder, verify_checkpoint
+from lightning_fasttrain.checkpoint.checkpoint_folder import verify_checkpoint
 from lightning_fasttrain.checkpoint.newest_checkpoint import KEY, step_in
-from lightning_fasttrain.checkpoint.remote_checkpoint import remote_folder
+from lightning_fasttrain.checkpoint.remote_checkpoint import folder_to_write
 from lightning_fasttrain.core.atomic_write import write_atomic
 from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.distributed import ControlGroup, all_ranks
@@ -41,7 +41,6 @@ from lightning_fasttrain.core.safe_load import (
     MOST_AXES,
     CorruptCheckpoint,
     as_corrupt,
-    is_object_storage,
     local_path,
     read_archive,
     read_json,
@@ -228,9 +227,7 @@ def save_sharded(
     # A background save must not call collectives of the default group.
     ranks = ControlGroup(group) if group is not None else all_ranks()
     about = {"format": "fsdp2", **plain["rest"].get(KEY, {"step": step_in(plain["rest"])})}
-    # Annotated for both, since they differ in the kind of path.
-    open_folder: Any = remote_folder if is_object_storage(target) else checkpoint_folder
-    with open_folder(target, ranks=ranks, about=about) as folder:
+    with folder_to_write(target, ranks=ranks, about=about) as folder:
         # In this context, so that an error reaches all ranks.
         refuse_unreadable(plain)
         writer = dcp.FileSystemWriter(folder, sync_files=False, overwrite=True)  # checkpoint_folder syncs on exit
