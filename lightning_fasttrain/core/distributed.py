@@ -128,17 +128,10 @@ def from_rank_zero(make: Callable[[], Answer]) -> Answer:
     """
     if rank_count() == 1:
         return make()
-    answer: list[Any] = [None, None]
-    if rank_here() == 0:
-        try:
-            answer[0] = make()
-        except Exception as error:
-            # Sent instead of raised, since the other ranks wait for the broadcast.
-            answer[1] = error
-    dist.broadcast_object_list(answer, src=0)
-    if answer[1] is not None:
-        raise answer[1]
-    return answer[0]
+    answers: list[Any] = [_answer_or_error(make) if rank_here() == 0 else None]
+    dist.broadcast_object_list(answers, src=0)
+    _raise_any(answers)
+    return answers[0]
 
 
 def from_first_of_node(make: Callable[[], Answer]) -> Answer:
@@ -153,18 +146,24 @@ def from_first_of_node(make: Callable[[], Answer]) -> Answer:
     if rank_count() == 1:
         return make()
     hosts = from_all_ranks([socket.gethostname()])
-    first, answer = hosts.index(hosts[rank_here()]), None
-    if rank_here() == first:
-        try:
-            answer = make()
-        except Exception as error:
-            # Sent instead of raised, since the other ranks wait for it.
-            answer = error
-    answers = from_all_ranks([answer])
-    for one in answers:
-        if isinstance(one, Exception):
-            raise one
+    first = hosts.index(hosts[rank_here()])
+    answers: list[Any] = from_all_ranks([_answer_or_error(make) if rank_here() == first else None])
+    _raise_any(answers)
     return answers[first]
+
+
+def _answer_or_error(make: Callable[[], Answer]) -> Answer | Exception:
+    try:
+        return make()
+    except Exception as error:
+        # Sent instead of raised, since the other ranks wait for the answer.
+        return error
+
+
+def _raise_any(answers: list[Any]) -> None:
+    for answer in answers:
+        if isinstance(answer, Exception):
+            raise answer
 
 
 def largest_over_ranks(numbers: list[float]) -> list[float]:
