@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.bench.ladder.preflight import fast_bf16
-from lightning_fasttrain.core.device import device_clock, hardware, package_version, versions
+from lightning_fasttrain.core.device import hardware, package_version, time_ms, versions
 
 WAYS = ("plain", "compiled", "chunked", "chunked-compiled", "torch", "liger")
 MIB = 2**20
@@ -71,10 +71,7 @@ class Side:
         return {"added_mib": peak.added_bytes / MIB, "gradients_mib": gradients / MIB, "loss": loss.item()}
 
     def measure_time(self):
-        device = torch.device(self.device)
-        started = device_clock(device)
-        self.step()
-        self.times_ms.append(1e3 * (device_clock(device) - started))
+        self.times_ms.append(time_ms(torch.device(self.device), self.step))
 
 
 def compare(tokens, width, classes, device, precision, rounds, ways):

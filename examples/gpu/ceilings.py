@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from lightning_fasttrain.core.atomic_write import write_atomic
-from lightning_fasttrain.core.device import device_clock
+from lightning_fasttrain.core.device import time_ms
 
 MIB = 2**20
 
@@ -22,10 +22,8 @@ def seconds_each(work, device, repeats=20):
     """Seconds that ``work`` takes in a row of them, with the device waited for at both ends."""
     for _ in range(3):
         work()
-    started = device_clock(torch.device(device))
-    for _ in range(repeats):
-        work()
-    return (device_clock(torch.device(device)) - started) / repeats
+    ms = time_ms(torch.device(device), lambda: [work() for _ in range(repeats)])
+    return ms / 1e3 / repeats
 
 
 def matmul_tflops(size, device):

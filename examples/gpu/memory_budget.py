@@ -21,7 +21,7 @@ import lightning_fasttrain as ft
 from lightning_fasttrain.bench.gpt import reference_gpt
 from lightning_fasttrain.bench.ladder.turns import without_paths
 from lightning_fasttrain.core.atomic_write import write_atomic
-from lightning_fasttrain.core.device import GIB, device_clock, hardware, versions
+from lightning_fasttrain.core.device import GIB, hardware, time_ms, versions
 
 SETTLING, TIMED = 6, 6
 
@@ -47,11 +47,7 @@ def train(size, batch, policy):
 
         for _ in range(SETTLING):
             step()
-        times_ms = []
-        for _ in range(TIMED):
-            started = device_clock(torch.device("cuda"))
-            step()
-            times_ms.append(1e3 * (device_clock(torch.device("cuda")) - started))
+        times_ms = [time_ms(torch.device("cuda"), step) for _ in range(TIMED)]
         with ft.profiling.PeakMemory("cuda") as peak:
             step()
         return peak.peak_bytes, statistics.median(times_ms)
