@@ -7,7 +7,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from math import inf
@@ -43,10 +43,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     one = torch.randn(side, side, device=device, dtype=dtype, generator=torch.Generator(device).manual_seed(0))
     fastest = inf
     for _ in range(rounds):
-        began = device_clock(device)
-        torch.mm(one, one)
         # The first round also pays for loading kernels.
-        fastest = min(fastest, device_clock(device) - began)
+        fastest = min(fastest, time_ms(device, lambda: torch.mm(one, one)) / 1e3)
     return 2 * side**3 / fastest  # [n, n] @ [n, n]: n³ products and as many sums
 
 
@@ -210,6 +208,83 @@ def device_clock(device: torch.device) -> float:
     return time.perf_counter()
 
 
+def time_ms(device: torch.device, run: Callable[[], object]) -> float:
+    """Return the milliseconds that ``run()`` takes on ``device``, which has finished its earlier work before.
+
+    Example:
+        >>> time_ms(torch.device("cpu"), lambda: None) >= 0
+        True
+    """
+    began = device_clock(device)
+    run()
+    return 1e3 * (device_clock(device) - began)
+
+
+Moment = float | torch.cuda.Event
+
+
+class DeviceTimer:
+    """Adds up the time of several intervals without waiting: on CUDA by events in the stream, else by the host's clock.
+
+    Args:
+        device: device whose time is measured.
+
+    Example:
+        >>> timer = DeviceTimer(torch.device("cpu"))
+        >>> with timer.measure():
+        ...     pass
+        >>> timer.ms() >= 0
+        True
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._began: Moment | None = None
+        self._intervals: list[tuple[Moment, Moment]] = []
+
+    def start(self) -> None:
+        """Begin an interval."""
+        self._began = self.now()
+
+    def stop(self) -> None:
+        """End the interval, if one has begun."""
+        began, self._began = self._began, None
+        if began is not None:
+            self._intervals.append((began, self.now()))
+
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        """Time the body of the ``with`` block."""
+        self.start()
+        try:
+            yield
+        finally:
+            self.stop()
+
+    def ms(self) -> float:
+        """Return the milliseconds so far; on CUDA this waits for the device."""
+        return sum(ms_between(began, ended) for began, ended in self._intervals)
+
+    def now(self) -> Moment:
+        """Return the moment at which the device arrives here."""
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        # The current stream: a step may run on another than the default one.
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+
+def ms_between(began: Moment, ended: Moment) -> float:
+    """Return the milliseconds between two moments of a device; wait until it has arrived at the second."""
+    if isinstance(began, torch.cuda.Event) and isinstance(ended, torch.cuda.Event):
+        ended.synchronize()
+        return began.elapsed_time(ended)
+    assert isinstance(began, float)
+    assert isinstance(ended, float)
+    return 1e3 * (ended - began)
+
+
 PACKAGES = ("torch", "lightning", "lightning-fasttrain")
 
 
@@ -297,12 +372,8 @@ def bf16_slowdown() -> float:
 
 def _product_s(dtype: torch.dtype) -> float:
     """Seconds, the fewest of three, for matrices that are large enough to measure and small enough for a slow dtype."""
-    matrix, times = torch.ones(256, 256, dtype=dtype), []
-    for _ in range(3):
-        started = time.perf_counter()
-        _ = matrix @ matrix
-        times.append(time.perf_counter() - started)
-    return min(times)
+    matrix = torch.ones(256, 256, dtype=dtype)
+    return min(time_ms(matrix.device, lambda: matrix @ matrix) for _ in range(3)) / 1e3
 
 
 class Neighbours:

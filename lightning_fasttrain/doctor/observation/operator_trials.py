@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from lightning_fasttrain.core.device import device_clock, fast_mixed_precision
+from lightning_fasttrain.core.device import fast_mixed_precision, time_ms
 from lightning_fasttrain.doctor.observation.source_lines import Call, find_call
 from lightning_fasttrain.model.kernels.matmul_precision import matmul_precision_
 
@@ -196,9 +196,7 @@ def _time_both(change: Change, func: Any, args: object, kwargs: Any) -> Trial:
 
 def _time(func: Any, args: Any, kwargs: Any) -> float:
     device = next(leaf.device for leaf in args if isinstance(leaf, Tensor))
-    began = device_clock(device)
-    func(*args, **kwargs)
-    return 1e3 * (device_clock(device) - began)
+    return time_ms(device, lambda: func(*args, **kwargs))
 
 
 def _signature(args: Any) -> list[object]:

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from lightning_fasttrain.core.checks import check_arguments
-from lightning_fasttrain.core.device import GIB, device_clock, free_bytes
+from lightning_fasttrain.core.device import GIB, free_bytes, time_ms
 from lightning_fasttrain.core.distributed import from_rank_zero
 from lightning_fasttrain.core.messages import explain, say
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, WrappedForward, patched, undo_all, wrappers_on
@@ -236,9 +236,7 @@ def _time(call: AttentionCall, names: Sequence[str]) -> dict[str, float]:
         rounds += 1
         for name in names:
             with sdpa_kernel(BACKENDS[name]):
-                began = device_clock(call.device)
-                run()
-                shortest_ms[name] = min(shortest_ms[name], 1e3 * (device_clock(call.device) - began))
+                shortest_ms[name] = min(shortest_ms[name], time_ms(call.device, run))
     return shortest_ms
 
 
