@@ -5,9 +5,11 @@ import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from packaging.version import Version
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
@@ -71,6 +73,8 @@ def add_prompt_(model: nn.Module, config: "PeftConfig", *, train: Iterable[str] 
         ValueError: there are several Hugging Face models, or ``model`` is one itself; an adapter of another kind
             exists; a prefix is requested for a model with its own activation checkpointing, which removes the cache
             that holds the prefix.
+        RuntimeError: a prefix is requested, and the installed PEFT does not know the name by which the installed
+            transformers passes the cache. ``generate`` raises it for each kind.
         ModuleNotFoundError: PEFT is not installed.
 
     Example:
@@ -100,6 +104,8 @@ def add_prompt_(model: nn.Module, config: "PeftConfig", *, train: Iterable[str] 
         refuse_tied(base, trained_whole)
     config.modules_to_save = [*whole, *trained_whole] or None
     fill_(config, base)
+    if method_of(config) == "PREFIX_TUNING":
+        refuse_renamed_cache(f"a prefix for {type(base).__name__}")
     # PEFT fills in settings that are None when it adds the adapter; without this, adding it again would differ.
     for setting, value in vars(there.get(name, config)).items():
         if getattr(config, setting, 0) is None:
@@ -193,6 +199,22 @@ def check_prompt_config(config: "PeftConfig") -> None:
     positive_int("num_virtual_tokens", config.num_virtual_tokens)
 
 
+def refuse_renamed_cache(what: str) -> None:
+    """Refuse what needs a cache where PEFT would pass it by a name that the installed transformers has changed.
+
+    PEFT 0.21 with transformers 5.24 refuses a prefix for classifiers, and generates other tokens than it should.
+
+    Raises:
+        RuntimeError: it would.
+    """
+    installed = {package: Version(version(package)) for package in ("peft", "transformers")}
+    if installed["transformers"] < Version("5.24") or installed["peft"] >= Version("0.22"):
+        return
+    why = "PEFT {peft} passes past_key_values, which transformers {transformers} calls cache".format(**installed)
+    way_out = "Install transformers<5.24 or a newer PEFT, or use LoRA, which works with these versions"
+    raise RuntimeError(explain(what, why, way_out))
+
+
 def _put_before(base: nn.Module, root: Any, config: "PeftConfig", name: str) -> Any:
     """Return PEFT's model for ``base`` and its task, with virtual tokens of this name."""
     peft = require_peft()
@@ -231,7 +253,7 @@ def cut_virtual_tokens(prompted: object, args: tuple[Any, ...], given: dict[str,
     config = prompted.active_peft_config
     if prompted._adapters_disabled:
         return
-    if given.get("past_key_values") is not None or given.get("encoder_outputs") is not None:
+    if any(given.get(name) is not None for name in ("past_key_values", "cache", "encoder_outputs")):
         why = "it already contains the virtual tokens, which would be added a second time"
         way_out = "Omit the cache, or use model.generate(...)"
         raise ValueError(explain(f"a cache passed to a {type(prompted).__name__}", why, way_out))
@@ -283,6 +305,9 @@ class GenerateWithCache(Replacement):
     """Replacement of ``generate`` of PEFT's model, which would silently ignore a prefix without a cache."""
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
+        if not self.module._adapters_disabled:
+            base = self.module.base_model
+            refuse_renamed_cache(f"generate of {type(base).__name__} with virtual tokens")
         prefixed = method_of(self.module.active_peft_config) == "PREFIX_TUNING"
         if prefixed and kwargs.get("use_cache") is False and not self.module._adapters_disabled:
             raise ValueError(

@@ -326,6 +326,8 @@ def hook(event, args):
     bad = ("socket.", "subprocess.", "os.system", "os.exec", "os.fork", "os.posix_spawn", "pickle.", "compile", "exec",
            "os.remove", "os.rename", "os.mkdir", "shutil.", "ctypes.dlopen")
     writes = event == "open" and isinstance(args[1], str) and set(args[1]) & set("wax+")
+    if "libnvidia-ml" in str(args):  # torch's build for CUDA looks for a GPU
+        return
     if writes or event.startswith(bad) or event == "import" and str(args[0]).partition(".")[0] == "evil":
         seen.append([event, str(args)[:200]])
 sys.addaudithook(hook)

@@ -3,6 +3,7 @@
 import copy
 import functools
 import pickle
+from contextlib import nullcontext
 
 import lightning as L
 import pytest
@@ -10,7 +11,14 @@ import torch
 from torch import nn
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.finetune import PrefixTuning, PromptTuning, add_prompt_, load_adapter_, save_adapter
+from lightning_fasttrain.finetune import (
+    PrefixTuning,
+    PromptTuning,
+    add_prompt_,
+    load_adapter_,
+    prompt_tuning,
+    save_adapter,
+)
 from tests.support.nets import ShallowLM, as_loader, gradients, largest_difference, trainer, trains, weights
 
 peft = pytest.importorskip("peft")
@@ -23,6 +31,44 @@ pytestmark = [
 ]
 SIZE = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 50}
 ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+
+
+@pytest.fixture(autouse=True)
+def skip_what_this_peft_cannot(monkeypatch, request):
+    """Skip a test at a refusal of the installed versions, which a test of its own is about."""
+    refuse = prompt_tuning.refuse_renamed_cache
+
+    def skip_if_refused(what):
+        try:
+            refuse(what)
+        except RuntimeError as error:
+            pytest.skip(str(error))
+
+    if "versions" not in request.fixturenames:
+        monkeypatch.setattr(prompt_tuning, "refuse_renamed_cache", skip_if_refused)
+
+
+@pytest.mark.parametrize(
+    ("versions", "is_refused"),
+    [
+        ({"peft": "0.21.2", "transformers": "5.23.1"}, False),
+        ({"peft": "0.21.2", "transformers": "5.24.0"}, True),
+        ({"peft": "0.22.0", "transformers": "5.24.0"}, False),
+    ],
+)
+def test_a_renamed_cache_is_refused_where_peft_does_not_know_the_name(versions, is_refused, monkeypatch):
+    monkeypatch.setattr(prompt_tuning, "version", versions.get)
+    expected = (
+        pytest.raises(RuntimeError, match="which transformers 5.24.0 calls cache. Install")
+        if is_refused
+        else nullcontext()
+    )
+    with expected:
+        add(seeded(llama), "prefix")
+    prompted = add(seeded(llama))
+    monkeypatch.setattr(type(prompted), "generate", lambda *args, **kwargs: "generated")
+    with expected:
+        assert prompted.generate(torch.tensor([PROMPT])) == "generated"
 
 
 def llama(kind="LlamaForCausalLM"):  # one key head for two query heads
@@ -223,7 +269,7 @@ def test_the_output_is_as_long_as_the_input(make, kind):
     model, given = seeded(make), batch(make)
     plain = model(**given, output_hidden_states=True)
     output = add(model, kind)(**given, output_hidden_states=True)
-    for name in set(plain) - {"past_key_values"}:
+    for name in set(plain) - {"past_key_values", "cache"}:
         parts = [one if isinstance(one, tuple) else (one,) for one in (plain[name], output[name])]
         assert [part.shape for part in parts[0]] == [part.shape for part in parts[1]]
 

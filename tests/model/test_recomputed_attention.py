@@ -135,6 +135,5 @@ def test_a_checkpoint_of_the_users_own_is_treated_alike():
 def test_a_pass_of_the_users_own_stays_in_force():
     graphs = []
     with torch._inductor.config.patch(joint_custom_pre_pass=graphs.append):
-        *_, code = recomputed(ft.CompileBlocks(check=False))
+        recomputed(ft.CompileBlocks(check=False))
     assert len(graphs) == 1
-    assert "rng_state" in code
