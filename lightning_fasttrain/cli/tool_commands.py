@@ -17,9 +17,9 @@ def climb_ladder(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from lightning_fasttrain.bench.ladder import preflight, report, run_ladder
-    from lightning_fasttrain.core.messages import wide_enough
+    from lightning_fasttrain.core.messages import output_width, wrap
 
-    console = wide_enough(Console())
+    console = Console(width=output_width(), highlight=False)
     names = None
     if options.rungs:
         names = [name.strip() for name in options.rungs.split(",")]
@@ -38,23 +38,24 @@ def climb_ladder(options: argparse.Namespace) -> int:
             names=names,
         )
     for one in prepared.skipped:
-        console.print(f"{one.title:<28} left out: {one.reason}", markup=False, highlight=False, soft_wrap=True)
+        print(*wrap(f"{one.title}: left out: {one.reason}", console.width), sep="\n")
     with report.Live(console, run_ladder.number_of_rows(prepared)) as live:
         result = run_ladder.climb(prepared, live.row, live.progress)
     # The ladder was interrupted before its first rung was done.
     if not result.rungs:
         return INTERRUPTED
-    console.print(report.as_table(result, console.width))
-    each = report.as_table_of_each(result)
-    if each is not None:
-        console.print(each)
-    console.print(report.summary(result), markup=False, highlight=False, soft_wrap=True)
+    for table in filter(None, [report.as_table(result), report.as_table_of_each(result)]):
+        print()
+        table.print()
+    print()
+    for line in report.summary(result).splitlines():
+        # Code is to be pasted as it is.
+        print(line if line.startswith(" ") else "\n".join(wrap(line, console.width)))
     picture = report.save_picture(result, prepared.out / "ladder.png")
     written = filter(None, [prepared.out / "ladder.json", picture])
-    console.print(f"Written: {', '.join(map(str, written))}", soft_wrap=True)
+    print(f"Written: {', '.join(map(str, written))}")
     if picture is None:
-        # The backslash keeps rich from reading [plots] as a style.
-        console.print("No picture: matplotlib is missing. pip install 'lightning-fasttrain\\[plots]'")
+        print("No picture: matplotlib is missing. pip install 'lightning-fasttrain[plots]'")
     if result.interrupted:
         raise CommandError("interrupted; what was measured is kept", INTERRUPTED)
     naive, *others = result.rungs
@@ -119,7 +120,7 @@ def describe_techniques(options: argparse.Namespace) -> None:
     if options.name is None and options.markdown:
         print(technique_cards.markdown_page(cards, measured).rstrip("\n"))
     elif options.name is None:
-        print(technique_cards.markdown_table(cards, measured))
+        technique_cards.as_table(cards, measured).print()
     elif options.markdown:
         print(technique_cards.markdown_card(cards[0], measured))
     else:

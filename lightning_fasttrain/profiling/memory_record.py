@@ -8,17 +8,13 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property, reduce
 from html import escape
 from importlib.resources import files
-from io import StringIO
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
-from rich.console import Console
-from rich.table import Table
-
 from lightning_fasttrain.core.atomic_write import write_atomic
 from lightning_fasttrain.core.checks import check_arguments, one_of, require
-from lightning_fasttrain.core.messages import UNITS, explain, format_bytes
+from lightning_fasttrain.core.messages import UNITS, Report, ReportTable, explain, format_bytes
 from lightning_fasttrain.core.safe_load import parse_json
 
 if TYPE_CHECKING:
@@ -78,10 +74,8 @@ class Holder(NamedTuple):
 
 
 @dataclass
-class MemoryRecord:
+class MemoryRecord(Report):
     """Memory over a few training steps, in six categories that always add up to the total.
-
-    It prints as a table, with rich too.
 
     Attributes:
         device: device of the memory.
@@ -225,26 +219,16 @@ class MemoryRecord:
         module = f" of {self.climb.module}" if self.climb.module else ""
         return f"at {self.peak.ms:.1f} ms, in {self.climb.op or 'Python'}{module}"
 
-    def __rich__(self) -> Table:
-        table = Table(
-            title=f"Peak memory {format_bytes(self.peak_bytes)} on {self.device}, {self.where}",
-            title_justify="left",
-            title_style="bold",
-        )
-        table.add_column("category")
-        for heading in ("at the peak", "share", "own peak"):
-            table.add_column(heading, justify="right")
-        table.add_column("largest holder at the peak")
+    def as_table(self) -> ReportTable:
+        """Build the table of the categories: at the peak, and each at its own."""
+        title = f"Peak memory {format_bytes(self.peak_bytes)} on {self.device}, {self.where}"
+        numbers = dict.fromkeys(("at the peak", "share", "own peak"), "number")
+        table = ReportTable(title, {"category": "name", **numbers, "largest holder at the peak": "name"})
         for name, nbytes in self.at_peak.items():
             share, holders = nbytes / (self.peak_bytes or 1), self.holders(name)
             largest = f"{holders[0].name}  {format_bytes(holders[0].nbytes)}" if holders else ""
-            table.add_row(name, format_bytes(nbytes), f"{share:.0%}", format_bytes(self.peaks[name]), largest)
+            table.add(name, format_bytes(nbytes), f"{share:.0%}", format_bytes(self.peaks[name]), largest)
         return table
-
-    def __str__(self) -> str:
-        text = StringIO()
-        Console(file=text, width=120).print(self)
-        return text.getvalue()
 
 
 COLOURS: dict[str, str] = dict(
