@@ -159,8 +159,8 @@ def as_table(cards: Sequence[TechniqueCard], measured: Measurements | None = Non
     for card in cards:
         factors = []
         if measured is not None:
-            rungs = measured.factors.get(card.name, ", ").split("; ")
-            factors = ["\n".join(lines) for lines in zip(*(rung.rsplit(", ", 1) for rung in rungs), strict=True)]
+            rungs = [rung.rsplit(", ", 1) for rung in measured.factors.get(card.name, ", ").split("; ")]
+            factors = list(map("\n".join, zip(*rungs, strict=True)))
         table.add(card.path, *factors, card.exactness, card.effect)
     return table
 

@@ -38,7 +38,7 @@ def climb_ladder(options: argparse.Namespace) -> int:
             names=names,
         )
     for one in prepared.skipped:
-        print(*wrap(f"{one.title}: left out: {one.reason}", console.width), sep="\n")
+        print(*wrap(f"{one['title']}: left out: {one['reason']}", console.width), sep="\n")
     with report.Live(console, run_ladder.number_of_rows(prepared)) as live:
         result = run_ladder.climb(prepared, live.row, live.progress)
     # The ladder was interrupted before its first rung was done.

@@ -79,9 +79,10 @@ def account_bytes(model: nn.Module) -> ByteAccount:
         >>> account.by_kind()["adapters"], account.trained
         (2048, 2048)
         >>> print(account)
-        kind                 MiB   share
-        4 bits              0.01   23.2%
-        embeddings          0.02   59.1%
+        kind         MiB  share
+        ───────────────────────
+        4 bits      0.01  23.2%
+        embeddings  0.02  59.1%
         ...
 
     Source:

@@ -4,6 +4,7 @@ import json
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -156,18 +157,18 @@ class Plan(Report):
         Raises:
             ModuleNotFoundError: matplotlib is missing.
         """
-        pyplot: Any = require("matplotlib.pyplot", extra="plots")
-        figure, axes = pyplot.subplots(figsize=(7, 4.5))
+        require("matplotlib", extra="plots")
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(7, 4.5), layout="constrained")
+        axes = figure.subplots()
         axes.scatter(*_places(self.tried), color="0.7", label="tried")
         axes.plot(*_places(sorted(_frontier(self.tried), key=_gib)), label="frontier")
         axes.scatter(*_places([self.chosen]), marker="*", s=180, label="chosen")
         axes.axvline(self.limit_gib, linestyle="--", color="0.4", label="limit")
         axes.set(xlabel="peak memory, GiB", ylabel="ms a step", title=str(self.chosen.choice))
         axes.legend()
-        figure.tight_layout()
-        figure.savefig(path, dpi=120)
-        pyplot.close(figure)
-        return Path(path)
+        return write_atomic(path, partial(figure.savefig, format=Path(path).suffix[1:] or "png", dpi=120))
 
 
 def _gib(tried: Tried) -> float:

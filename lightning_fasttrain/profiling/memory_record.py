@@ -3,7 +3,7 @@
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property, reduce
 from html import escape
@@ -265,16 +265,24 @@ def memory_page(record: MemoryRecord) -> str:
     colours = [f"--c{i}: {colour};" for i, colour in enumerate(COLOURS.values())]
     rows = [_row(record, i, category) for i, category in enumerate(CATEGORIES)]
     parts = {
-        "title": escape(f"{format_bytes(record.peak_bytes)} at the peak"),
-        "summary": escape(f"on {record.device}, {record.where}"),
         "colours": " ".join(colours),
         "rows": "\n".join(rows),
         "total": format_bytes(record.peak_bytes),
         # Inserted last, since a name in the data may look like a placeholder.
         "data": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),  # prevents tags in the data
     }
-    page = files("lightning_fasttrain.profiling").joinpath("memory_page.html").read_text(encoding="utf-8")
-    return reduce(lambda page, part: page.replace(f"%{part[0]}%", part[1]), parts.items(), page)
+    title = f"{format_bytes(record.peak_bytes)} at the peak"
+    return fill_page(title, f"on {record.device}, {record.where}", _fill("memory_page.html", parts))
+
+
+def fill_page(title: str, summary: str, body: str) -> str:
+    """Return a page that needs no other file: its title, a line below it, and ``body``, which is HTML."""
+    return _fill("page.html", {"title": escape(title), "summary": escape(summary), "body": body})
+
+
+def _fill(template: str, parts: Mapping[str, str]) -> str:
+    text = files("lightning_fasttrain.profiling").joinpath(template).read_text(encoding="utf-8")
+    return reduce(lambda text, part: text.replace(f"%{part[0]}%", part[1]), parts.items(), text)
 
 
 def _row(record: MemoryRecord, i: int, category: str) -> str:

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from lightning_fasttrain.bench.ladder.results import TIME_WORTH, Climbed, Row, Top, error_of_product
+from lightning_fasttrain.bench.ladder.results import TIME_WORTH, Climbed, Row, error_of_product
 from lightning_fasttrain.core.atomic_write import write_atomic
 from lightning_fasttrain.core.messages import ReportTable, wrap
 
@@ -49,7 +50,7 @@ def as_table(ladder: Climbed) -> ReportTable:
     for row in ladder.rungs:
         _add(table, _cells(row, naive, strong))
     for one in ladder.skipped:
-        _add(table, {"rung": one.title, "on this device": "skipped"})
+        _add(table, {"rung": one["title"], "on this device": "skipped"})
     padded = next(iter(ladder.padded), naive)
     for rows, base, other in ((ladder.baselines, naive, strong), (ladder.padded, padded, Row())):
         if rows:
@@ -70,8 +71,8 @@ def as_table_of_each(ladder: Climbed) -> ReportTable | None:
 
 
 def _add(table: ReportTable, cells: Mapping[str, str]) -> None:
-    is_dim = cells["rung"].startswith("(") or "ms/step" not in cells
-    table.add(*(cells.get(name, "") for name in table.headings), style="dim" if is_dim else "")
+    style = "dim" if cells["rung"].startswith("(") or "ms/step" not in cells else ""
+    table.add(*(cells.get(name, "") for name in table.headings), style=style)
 
 
 def _name_machine(ladder: Climbed) -> str:
@@ -207,24 +208,24 @@ def summary(ladder: Climbed) -> str:
             "intervals are wider for it."
         )
     parts += [f"Failed: {row.title}: {row.error.rstrip('.')}." for row in rows if row.error is not None]
-    parts += [f"Skipped: {one.title}: {one.reason}." for one in ladder.skipped]
+    parts += [f"Skipped: {one['title']}: {one['reason']}." for one in ladder.skipped]
     return "\n".join(parts)
 
 
-def _top_in_words(what: str, top: Top | None, ladder: Climbed, noise: float) -> str:
+def _top_in_words(what: str, top: dict[str, Any] | None, ladder: Climbed, noise: float) -> str:
     if top is None:
         return ""
     naive, strong = ladder.rungs[0], ladder.strong
-    how = "once more in turn with naive" if top.again else "by the rungs' ratios"
-    text = f"{what}, up to “{top.title}”: {_speed(top.speedup, top.plus_minus, noise)}"
-    text += f", in {top.memory_ratio:.1f} times less memory"
-    text += f" ({_four_digits(top.step_ms)} ms, {how}, {_four_digits(naive.step_ms)} ms)"
+    how = "once more in turn with naive" if top["again"] else "by the rungs' ratios"
+    text = f"{what}, up to “{top['title']}”: {_speed(top['speedup'], top['plus_minus'], noise)}"
+    text += f", in {top['memory_ratio']:.1f} times less memory"
+    text += f" ({_four_digits(top['step_ms'])} ms, {how}, {_four_digits(naive.step_ms)} ms)"
     if strong and strong.error is None:
-        speedup, memory_ratio = strong.step_ms / top.step_ms, strong.peak_mib / top.peak_mib
-        share = math.hypot(strong.plus_minus, top.plus_minus)
+        speedup, memory_ratio = strong.step_ms / top["step_ms"], strong.peak_mib / top["peak_mib"]
+        share = math.hypot(strong.plus_minus, top["plus_minus"])
         text += f"; against the strong baseline {_speed(speedup, share, noise)}"
         text += f", in {memory_ratio:.1f} times less ({_four_digits(strong.step_ms)} ms)"
-    return text + "\n" + textwrap.indent(top.code, "    ")
+    return text + "\n" + textwrap.indent(top["code"], "    ")
 
 
 def _speed(speedup: float, share: float, noise: float) -> str:
