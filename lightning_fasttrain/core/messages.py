@@ -206,7 +206,7 @@ class ReportTable:
 
     Sentences are wrapped, in no less than 30 columns; where there are fewer, they move below their row. Where the rest
     does not fit either, names in the first column are broken at spaces, and then other columns move below, the last
-    ones first. Nothing is cut.
+    ones first. Nothing is cut; a column without any text is left out.
 
     Args:
         title: a line above the table.
@@ -305,7 +305,7 @@ class ReportTable:
 
     def _fit(self, width: int) -> dict[int, int]:
         """Return the widths of the columns that stand side by side: moves columns until the others fit."""
-        inside = list(range(len(self.headings)))
+        inside = [column for column in range(len(self.headings)) if column == 0 or any(self._lines_of(column))]
         while len(inside) > 1:
             # A heading is broken at spaces before a column is moved.
             for broken in (False, True):
