@@ -253,8 +253,12 @@ class ReportTable:
     def print(self) -> None:
         """Print the table on stdout, with styles if that is a terminal."""
         from rich.console import Console
+        from rich.text import Text
 
-        Console(width=output_width(), highlight=False).print(self)
+        console = Console()
+        for line, style in self._lines(output_width()):
+            # rich has ideas of its own about the width of some terminals.
+            console.print(Text(line, style=style), soft_wrap=True)
 
     def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "Iterator[Text]":
         from rich.text import Text
