@@ -257,7 +257,7 @@ class ReportTable:
 
         console = Console()
         for line, style in self._lines(output_width()):
-            # rich has ideas of its own about the width of some terminals.
+            # The lines have their width: rich assumes 80 columns where TERM is "dumb", whatever COLUMNS says.
             console.print(Text(line, style=style), soft_wrap=True)
 
     def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "Iterator[Text]":
@@ -318,7 +318,7 @@ class ReportTable:
                     return widths
             prose = [column for column in inside if self.kinds[column] == "prose"]
             inside.remove(prose[-1] if prose else inside[-1])
-        return {0: min(width, max(map(len, self._lines_of(0)), default=0))}
+        return {0: min(width, max(map(len, [self.headings[0], *self._lines_of(0)])))}
 
     def _lines_of(self, column: int) -> list[str]:
         return [line for cells, _ in self.rows if cells for line in cells[column]]

@@ -138,6 +138,12 @@ def test_sentences_are_never_narrower_than_thirty_columns(width):
     assert len(wrapped) <= 2 + 2 * math.ceil(len(LONG) / 22)
 
 
+@pytest.mark.parametrize("width", [1, 10, 80])
+def test_a_table_without_rows_has_a_heading(width):
+    words = RehearsalReport().as_table().as_text(width).replace("\n", "")
+    assert words.replace(" ", "").startswith("Rehearsalstage")
+
+
 def test_a_word_longer_than_the_line_is_the_only_one_that_is_broken():
     assert wrap("see model.layers.0.attention here", 12) == ["see model.la", "  yers.0.att", "  ention", "  here"]
 
