@@ -15,7 +15,6 @@ import json
 import logging
 import shlex
 import sys
-import time
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -23,7 +22,7 @@ import reference_models
 import torch
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.core.device import hardware, versions
+from lightning_fasttrain.core.device import hardware, time_ms, versions
 
 GIB, MIB = 2**30, 2**20
 SETTLING = 5  # steps until a budget has measured, decided and checked
@@ -57,9 +56,7 @@ class Variant:
         self.optimizer.step()
 
     def timed_step(self):
-        started = time.perf_counter()
-        self.step()
-        self.ms = min(self.ms, (time.perf_counter() - started) * 1e3)
+        self.ms = min(self.ms, time_ms(torch.device("cpu"), self.step))
 
 
 def take_turns(variants, rounds):

@@ -16,7 +16,6 @@ import json
 import shlex
 import statistics
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -24,7 +23,7 @@ from torch.nn import functional as F
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.bench.ladder.preflight import fast_bf16
-from lightning_fasttrain.core.device import hardware, package_version, versions
+from lightning_fasttrain.core.device import hardware, package_version, time_ms, versions
 
 WAYS = ("plain", "compiled", "chunked", "chunked-compiled", "torch", "liger")
 MIB = 2**20
@@ -72,15 +71,7 @@ class Side:
         return {"added_mib": peak.added_bytes / MIB, "gradients_mib": gradients / MIB, "loss": loss.item()}
 
     def measure_time(self):
-        self._wait()
-        started = time.perf_counter()
-        self.step()
-        self._wait()
-        self.times_ms.append(1e3 * (time.perf_counter() - started))
-
-    def _wait(self):
-        if self.device == "cuda":
-            torch.cuda.synchronize()
+        self.times_ms.append(time_ms(torch.device(self.device), self.step))
 
 
 def compare(tokens, width, classes, device, precision, rounds, ways):

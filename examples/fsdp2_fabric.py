@@ -33,13 +33,13 @@ def main():
         accelerator="auto",
         devices=options.devices,
         num_nodes=options.nodes,
-        strategy=ft.FabricFSDP2Strategy(replicas=options.replicas, tensor_parallel=options.tensor_parallel),
+        strategy=ft.strategy.FabricFSDP2Strategy(replicas=options.replicas, tensor_parallel=options.tensor_parallel),
     )
     fabric.launch()
     fabric.seed_everything(0, verbose=False)
     tokens = encode_text(read_text(), tokens="bytes", vocabulary=256)
     loader = batches(tokens, context=128, batch=8, steps=2 * options.steps * fabric.world_size)
-    loader = ft.resumable(fabric.setup_dataloaders(loader, move_to_device=False))
+    loader = ft.checkpoint.resumable(fabric.setup_dataloaders(loader, move_to_device=False))
 
     model = GPT(GPTConfig(vocabulary=256, context=128, layers=4, heads=4, width=64))
     ft.apply(model, [ft.ActivationCheckpointing()])
@@ -56,7 +56,7 @@ def main():
         fabric.load(newest, state)
         loader.load_state_dict(state["data"])
     window = []
-    for batch in ft.prefetch_to_device(loader, fabric.device):
+    for batch in ft.loaders.prefetch_to_device(loader, fabric.device):
         window.append(batch)
         if len(window) < 2:
             continue
@@ -66,7 +66,7 @@ def main():
         window = []
         fabric.clip_gradients(model, optimizer, max_norm=1.0)
         optimizer.step()
-        ft.release_gradients_(model.parameters())
+        ft.optim.release_gradients_(model.parameters())
         state["step"] += 1
         if state["step"] % options.save_every == 0:
             state["data"] = loader.state_dict()

@@ -102,7 +102,7 @@ def main():
 
     tokens = encode_text(read_text(), tokens="bytes", vocabulary=256)
     loader = batches(tokens, context=128, batch=16, steps=options.steps)  # the same on all processes
-    for inputs, targets in ft.prefetch_to_device(loader, fabric.device):
+    for inputs, targets in ft.loaders.prefetch_to_device(loader, fabric.device):
         losses = []
         optimizer.zero_grad()
         if rank == 0:

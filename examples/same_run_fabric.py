@@ -27,12 +27,12 @@ ft.apply(model, [ft.ActivationCheckpointing()])
 model = fabric.setup_module(model)
 optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-3))
 loader = fabric.setup_dataloaders(loader, move_to_device=False)
-for batch in ft.prefetch_to_device(loader, fabric.device):
+for batch in ft.loaders.prefetch_to_device(loader, fabric.device):
     loss = ft.accumulate_gradients(
         step, batch, n=4, backward=fabric.backward, no_sync=lambda: fabric.no_backward_sync(model)
     )
     fabric.clip_gradients(model, optimizer, max_norm=1.0)
     optimizer.step()
-    ft.release_gradients_(model.parameters())
+    ft.optim.release_gradients_(model.parameters())
 
 print(f"loss {loss.item():.5f}, weights {sum(p.double().abs().sum() for p in model.parameters()).item():.4f}")

@@ -22,10 +22,10 @@ def step(batch):
 
 ft.apply(model, [ft.ActivationCheckpointing()])
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-for batch in ft.prefetch_to_device(loader, "cpu"):
+for batch in ft.loaders.prefetch_to_device(loader, "cpu"):
     loss = ft.accumulate_gradients(step, batch, n=4)
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
-    ft.release_gradients_(model.parameters())
+    ft.optim.release_gradients_(model.parameters())
 
 print(f"loss {loss.item():.5f}, weights {sum(p.double().abs().sum() for p in model.parameters()).item():.4f}")

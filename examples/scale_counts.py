@@ -111,7 +111,7 @@ def work(rank, world, folder):
 
     def launch():
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-        fabric = L.Fabric(accelerator="cpu", devices=world, strategy=ft.FabricFSDP2Strategy())
+        fabric = L.Fabric(accelerator="cpu", devices=world, strategy=ft.strategy.FabricFSDP2Strategy())
         fabric.launch()
         return fabric
 

@@ -43,16 +43,16 @@ STEPS = 3  # measured, after two others
 BATCH, LENGTH, WIDTH = 2, 64, 512
 # Label → (precision, maker of the Trainer's strategy, of Fabric's)
 WAYS = {
-    "FSDP2": ("32-true", ft.FSDP2Strategy, ft.FabricFSDP2Strategy),
-    "FSDP2, bf16-mixed": ("bf16-mixed", ft.FSDP2Strategy, ft.FabricFSDP2Strategy),
+    "FSDP2": ("32-true", ft.FSDP2Strategy, ft.strategy.FabricFSDP2Strategy),
+    "FSDP2, bf16-mixed": ("bf16-mixed", ft.FSDP2Strategy, ft.strategy.FabricFSDP2Strategy),
     "FSDP2, tensor groups of 2": (
         "32-true",
         functools.partial(ft.FSDP2Strategy, tensor_parallel=2),
-        functools.partial(ft.FabricFSDP2Strategy, tensor_parallel=2),
+        functools.partial(ft.strategy.FabricFSDP2Strategy, tensor_parallel=2),
     ),
 }
 for stage in (1, 2, 3):
-    makers = (functools.partial(ft.ZeROStrategy, stage), functools.partial(ft.FabricZeROStrategy, stage))
+    makers = (functools.partial(ft.ZeROStrategy, stage), functools.partial(ft.strategy.FabricZeROStrategy, stage))
     WAYS[f"ZeRO-{stage}"] = ("32-true", *makers)
 
 
@@ -118,7 +118,7 @@ def peak_of(specimen, strategy, precision, world):
     fabric = L.Fabric(accelerator="cpu", devices=world, strategy=strategy, precision=precision)
     fabric.launch()
     module, batch = specimen.module(), specimen.batch()
-    zero = isinstance(strategy, ft.FabricZeROStrategy)
+    zero = isinstance(strategy, ft.strategy.FabricZeROStrategy)
     if zero:
         model, optimizer = fabric.setup(module, module.configure_optimizers())
     else:

@@ -136,7 +136,7 @@ def run_fabric(steps, folder, readings):
     finite.guard_(optimizer, module)
     steady.guard_(optimizer)
     net, optimizer = fabric.setup(module.net, optimizer)
-    batches = ft.resumable(ft.loaders.guard_samples(loader(), 0))
+    batches = ft.checkpoint.resumable(ft.loaders.guard_samples(loader(), 0))
     timer, step = ft.profiling.StepTimer("cpu"), 0
 
     def loss_of(batch):

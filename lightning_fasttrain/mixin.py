@@ -36,7 +36,7 @@ class FastTrainMixin:
         >>> import lightning_fasttrain as ft
         >>> class Net(ft.FastTrainMixin, L.LightningModule):
         ...     techniques = [ft.MicroBatching(4)]
-        ...     optimizer = ft.NamedOptimizer("adamw", lr=1e-3)
+        ...     optimizer = ft.optim.NamedOptimizer("adamw", lr=1e-3)
         >>> [type(callback).__name__ for callback in Net().configure_callbacks()]
         ['MicroBatching']
     """
@@ -61,7 +61,7 @@ class FastTrainMixin:
         # Lightning's own would return None and, after a warning, train without an optimizer.
         if following.configure_optimizers.__func__ is L.LightningModule.configure_optimizers:
             what = f"{type(self).__name__} names no optimizer and has no configure_optimizers"
-            way_out = "Set optimizer = ft.NamedOptimizer('adamw', lr=1e-3) in the class"
+            way_out = "Set optimizer = ft.optim.NamedOptimizer('adamw', lr=1e-3) in the class"
             raise ValueError(explain(what, "nothing would be trained", way_out))
         return following.configure_optimizers()
 

@@ -142,7 +142,7 @@ def takes_growing_images(technique: Any, loop: Loop) -> None:
 
 
 def prefetches(technique: Any, loop: Loop) -> None:
-    loop.batches = ft.prefetch_to_device(loop.batches, "cpu")
+    loop.batches = ft.loaders.prefetch_to_device(loop.batches, "cpu")
 
 
 def unfreezes(technique: Any, loop: Loop) -> None:
@@ -155,7 +155,7 @@ def distils(technique: Any, loop: Loop) -> None:
 
 
 def releases(technique: Any, loop: Loop) -> None:
-    loop.after_step.append(lambda: ft.release_gradients_(loop.model.parameters()))
+    loop.after_step.append(lambda: ft.optim.release_gradients_(loop.model.parameters()))
 
 
 def clips(technique: Any, loop: Loop) -> None:
@@ -167,7 +167,7 @@ def clips(technique: Any, loop: Loop) -> None:
 
 
 def steps_in_backward(technique: Any, loop: Loop) -> None:
-    loop.stack.callback(ft.optimize_in_backward_(loop.optimizer, clip_value=0.02))
+    loop.stack.callback(ft.optim.optimize_in_backward_(loop.optimizer, clip_value=0.02))
 
 
 def times(technique: Any, loop: Loop) -> None:
@@ -207,7 +207,7 @@ def saves_whole(technique: Any, loop: Loop) -> None:
 
 
 def can_resume(technique: Any, loop: Loop) -> None:
-    loader = loop.batches = ft.resumable(loop.batches)
+    loader = loop.batches = ft.checkpoint.resumable(loop.batches)
     loop.at_end.append(lambda: positive(len(ft.checkpoint.random_state()) and len(loader.state_dict())))
 
 
@@ -365,7 +365,9 @@ CASES = [
     # after CompileBlocks, which it cannot join
     Case(lambda: ft.micro_batching.PaddingFree(), applied, effects.blocks_run_no_padding, tolerance=1e-5),
     # finetune
-    Case(lambda: ft.QuantizedBase("int8"), applied, effects.weights_take_a_byte, by_hand=by_hand.QuantizedBase),
+    Case(
+        lambda: ft.finetune.QuantizedBase("int8"), applied, effects.weights_take_a_byte, by_hand=by_hand.QuantizedBase
+    ),
     Case(lambda: ft.LoRA(rank=2), applied, effects.only_thin_matrices_train, by_hand=by_hand.LoRA),
     Case(
         lambda: ft.QLoRA(rank=2, kind="int8"),
@@ -470,7 +472,10 @@ CASES = [
     Case(lambda: ft.guards.SpikeGuard(), skips_spikes, effects.a_step_with_a_spike_is_not_made),
     # model: late, so that QuantizedBase, which leaves it nothing to multiply, is the one that is used with all others
     Case(
-        lambda: ft.LowPrecisionProducts("int8", min_features=8), applied, effects.products_are_rounded, tolerance=1.5e-2
+        lambda: ft.model.LowPrecisionProducts("int8", min_features=8),
+        applied,
+        effects.products_are_rounded,
+        tolerance=1.5e-2,
     ),
     # a stranger's
     Case(lambda: WeightAverage(0.5), averages, effects.the_average_is_another),

@@ -135,7 +135,7 @@ def assert_saves_and_resumes(config, folder):
 
 
 def named(name, **settings):
-    return {"_target_": "lightning_fasttrain.NamedOptimizer", "name": name, "lr": 0.001, "settings": settings}
+    return {"_target_": "lightning_fasttrain.optim.NamedOptimizer", "name": name, "lr": 0.001, "settings": settings}
 
 
 OF_OPTIMIZERS = {
@@ -157,7 +157,10 @@ def test_optimizers_of_a_config_save_and_resume(name, tmp_path):
 TECHNIQUES = [
     {"TokenWeightedAccumulation": {"factor": {0: 2, 4: 1}}, "Preemption": {"signals": [15]}},
     {"LoRA": {"rank": 2, "targets": ["up", "down"]}, "ActivationCheckpointing": {"blocks": ["blocks.*"]}},
-    {"QuantizedBase": {"compute_dtype": "float32", "skip": ["blocks.*.up"]}, "CompileBlocks": {"backend": "aot_eager"}},
+    {
+        "finetune.QuantizedBase": {"compute_dtype": "float32", "skip": ["blocks.*.up"]},
+        "CompileBlocks": {"backend": "aot_eager"},
+    },
     {"finetune.GradualUnfreezing": {"groups": [["blocks.0", "blocks.1"], "*"]}, "optim.WeightEMA": {"decay": 0.5}},
     {"architecture.StochasticDepth": {"rate": 0.5, "blocks": ["blocks.0"]}, "MicroBatching": {"n": 2}},
 ]
@@ -171,8 +174,9 @@ def test_techniques_of_a_config_save_and_resume(listed, tmp_path):
 
 def test_strategies_of_a_config_keep_plain_values():
     config = {"zero_optimization": {"stage": 1, "cpu_offload": False}, "betas": [0.9, 0.95]}
-    for kind in (ft.ZeROStrategy, ft.FabricZeROStrategy):
-        strategy = instantiate(OmegaConf.create({"_target_": f"lightning_fasttrain.{kind.__name__}", "config": config}))
+    for kind in (ft.ZeROStrategy, ft.strategy.FabricZeROStrategy):
+        spec = {"_target_": f"lightning_fasttrain.{public_path(kind)}", "config": config}
+        strategy = instantiate(OmegaConf.create(spec))
         assert json.loads(json.dumps(strategy.config)).items() >= config.items()
     strategy = ft.FSDP2Strategy(tensor_parallel=np.int64(2), tensor_plan=OmegaConf.create({"up": "column"}))
     assert foreign_values(strategy) == []

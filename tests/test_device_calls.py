@@ -93,7 +93,7 @@ TABLE = {
     "ExactResume": (lambda: [ft.ExactResume()], {}, 0),
     "HangWatch": (lambda: [ft.guards.HangWatch(timeout_s=600)], {}, 0),
     "MatmulPrecision": (lambda: [ft.model.MatmulPrecision("tf32")], {}, 0),
-    "LowPrecisionProducts": (lambda: [ft.LowPrecisionProducts("int8", min_features=32)], {}, None),
+    "LowPrecisionProducts": (lambda: [ft.model.LowPrecisionProducts("int8", min_features=32)], {}, None),
     "StepMeter": (lambda: [ft.StepMeter()], {}, 0),
     "GradientNoiseScale": (lambda: [ft.profiling.GradientNoiseScale(every_n_steps=1), micro(4)], {}, None),
     "MemoryMeter": (lambda: [ft.MemoryMeter()], {}, 0),

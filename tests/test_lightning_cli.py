@@ -122,7 +122,7 @@ def test_strategies(strategy, settings, tmp_path):
 
 
 def test_a_dtype_is_written_by_its_name(tmp_path):
-    spec = {"class_path": "lightning_fasttrain.QuantizedBase", "init_args": {"compute_dtype": "bfloat16"}}
+    spec = {"class_path": "lightning_fasttrain.finetune.QuantizedBase", "init_args": {"compute_dtype": "bfloat16"}}
     (made,) = build(tmp_path, callbacks=[spec]).callbacks[:1]
     assert made.compute_dtype is torch.bfloat16
 
@@ -161,7 +161,7 @@ def test_the_example_trains(tmp_path, monkeypatch):
 
 
 class NamesItsOptimizer(ft.FastTrainMixin, Larger):
-    def __init__(self, optimizer: ft.NamedOptimizer | None = None):
+    def __init__(self, optimizer: ft.optim.NamedOptimizer | None = None):
         super().__init__()
         self.optimizer = optimizer
 

@@ -96,6 +96,14 @@ def test_the_wheel_has_every_package_its_types_and_no_tests(source, wheel):
     assert "Provides-Extra: docs" in metadata
 
 
+def test_an_editable_installation_is_a_path_that_type_checkers_follow(source):
+    wheel = build("editable", source, source.parent / "editable")
+    with zipfile.ZipFile(wheel) as archive:
+        hooks = [name for name in archive.namelist() if ".dist-info/" not in name]
+        assert [Path(name).suffix for name in hooks] == [".pth"]
+        assert archive.read(hooks[0]).decode().split() == [str(source)]
+
+
 TRAIN = f"""
 import importlib.abc, importlib.metadata, sys
 sys.path.insert(0, sys.argv[1])
@@ -164,7 +172,7 @@ uses = {{
     "finetune": [
         lambda: train(ft.LoRA()),
         lambda: train(ft.QLoRA()),
-        lambda: train(ft.QuantizedBase()),
+        lambda: train(ft.finetune.QuantizedBase()),
         lambda: train(fine.PromptTuning(4)),
         lambda: fine.add_adapter_(Net(), None, "net.1"),
         lambda: fine.add_prompt_(Net(), 4),
@@ -174,7 +182,7 @@ uses = {{
         lambda: ft.planner.why_not(Net(), batch, techniques=[ft.LoRA()]),
         lambda: ft.predict_memory(Net(), batch, techniques=[ft.LoRA()]),
     ],
-    "deepspeed": [lambda: ft.ZeROStrategy(2), lambda: ft.FabricZeROStrategy(2)],
+    "deepspeed": [lambda: ft.ZeROStrategy(2), lambda: ft.strategy.FabricZeROStrategy(2)],
     "ao": [lambda: ft.build_optimizer(Net(), "adamw4bit", lr=1e-3)],
     "schedule-free": [lambda: ft.build_optimizer(Net(), "schedule-free", lr=1e-3)],
 }}

@@ -8,12 +8,12 @@ copies from and to the host are of pinned memory and count once. On a CPU produc
 
 import argparse
 import json
-import time
 from pathlib import Path
 
 import torch
 
 from lightning_fasttrain.core.atomic_write import write_atomic
+from lightning_fasttrain.core.device import time_ms
 
 MIB = 2**20
 
@@ -22,17 +22,8 @@ def seconds_each(work, device, repeats=20):
     """Seconds that ``work`` takes in a row of them, with the device waited for at both ends."""
     for _ in range(3):
         work()
-    wait(device)
-    started = time.perf_counter()
-    for _ in range(repeats):
-        work()
-    wait(device)
-    return (time.perf_counter() - started) / repeats
-
-
-def wait(device):
-    if device == "cuda":
-        torch.cuda.synchronize()
+    ms = time_ms(torch.device(device), lambda: [work() for _ in range(repeats)])
+    return ms / 1e3 / repeats
 
 
 def matmul_tflops(size, device):

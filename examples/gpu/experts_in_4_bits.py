@@ -71,7 +71,7 @@ def measure(options, techniques):
 
 SIDES = {
     "bf16": lambda: [ft.finetune.Adapter(EXPERTS), ft.ActivationCheckpointing()],
-    "4 bits": lambda: [ft.QuantizedBase(), ft.finetune.Adapter(EXPERTS), ft.ActivationCheckpointing()],
+    "4 bits": lambda: [ft.finetune.QuantizedBase(), ft.finetune.Adapter(EXPERTS), ft.ActivationCheckpointing()],
 }
 
 

@@ -30,7 +30,7 @@ def ways(least):
     found = {}
     for compiled in ("", " compiled"):
         for kind in ("bf16", "float8", "int8"):
-            techniques = [] if kind == "bf16" else [ft.LowPrecisionProducts(kind, min_features=least)]
+            techniques = [] if kind == "bf16" else [ft.model.LowPrecisionProducts(kind, min_features=least)]
             found[kind + compiled] = techniques + ([ft.CompileBlocks()] if compiled else [])
     return found
 

@@ -14,7 +14,6 @@ import json
 import shlex
 import statistics
 import sys
-import time
 
 import torch
 
@@ -22,9 +21,8 @@ import lightning_fasttrain as ft
 from lightning_fasttrain.bench.gpt import reference_gpt
 from lightning_fasttrain.bench.ladder.turns import without_paths
 from lightning_fasttrain.core.atomic_write import write_atomic
-from lightning_fasttrain.core.device import hardware, versions
+from lightning_fasttrain.core.device import GIB, hardware, time_ms, versions
 
-GIB = 2**30
 SETTLING, TIMED = 6, 6
 
 
@@ -46,15 +44,10 @@ def train(size, batch, policy):
             optimizer.zero_grad()  # where the Trainer does: the forward still has the step before's gradients
             loss.backward()
             optimizer.step()
-            torch.cuda.synchronize()
 
         for _ in range(SETTLING):
             step()
-        times_ms = []
-        for _ in range(TIMED):
-            started = time.perf_counter()
-            step()
-            times_ms.append(1e3 * (time.perf_counter() - started))
+        times_ms = [time_ms(torch.device("cuda"), step) for _ in range(TIMED)]
         with ft.profiling.PeakMemory("cuda") as peak:
             step()
         return peak.peak_bytes, statistics.median(times_ms)

@@ -27,9 +27,8 @@ from torch.utils.data import DataLoader, Dataset
 import lightning_fasttrain as ft
 from lightning_fasttrain.bench.ladder.turns import without_paths
 from lightning_fasttrain.core.atomic_write import write_atomic
-from lightning_fasttrain.core.device import hardware, package_version, versions
+from lightning_fasttrain.core.device import GIB, hardware, package_version, versions
 
-GIB = 2**30
 WARMUP, STEPS = 5, 20
 SIDES = ("peft + transformers", "ours", "ours + FusedLossHead")
 

@@ -26,7 +26,7 @@ from lightning_fasttrain.bench.ladder.preflight import fast_bf16
 from lightning_fasttrain.bench.ladder.turns import without_paths
 from lightning_fasttrain.core.atomic_write import write_atomic
 from lightning_fasttrain.core.checks import one_of
-from lightning_fasttrain.core.device import GIB, hardware, versions
+from lightning_fasttrain.core.device import GIB, device_clock, hardware, versions
 
 WARMUP, TIMED = 4, 6
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -44,13 +44,11 @@ class StepProfile(L.Callback):
         if self.step == self.steps - 1:
             self.profile = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
             self.profile.start()
-        wait()
-        self.started = time.perf_counter()
+        self.started = device_clock(torch.device(DEVICE))
 
     def on_train_batch_end(self, *_):
         host = time.perf_counter() - self.started
-        wait()
-        whole = time.perf_counter() - self.started
+        whole = device_clock(torch.device(DEVICE)) - self.started
         if WARMUP <= self.step < WARMUP + TIMED:
             self.host_ms.append(1000 * host)
             self.step_ms.append(1000 * whole)
@@ -58,11 +56,6 @@ class StepProfile(L.Callback):
         if self.step == self.steps:
             self.profile.stop()
             self.kernels = list_kernels(self.profile)
-
-
-def wait():
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
 
 
 def list_kernels(profile):

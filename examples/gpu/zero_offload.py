@@ -17,7 +17,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import lightning as L
@@ -27,11 +26,10 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_fasttrain.bench.gpt import reference_gpt
 from lightning_fasttrain.bench.ladder.turns import without_paths
 from lightning_fasttrain.core.atomic_write import write_atomic
-from lightning_fasttrain.core.device import hardware, versions
+from lightning_fasttrain.core.device import GIB, device_clock, hardware, versions
 from lightning_fasttrain.strategy.zero.zero_states import predict_model_states
 from lightning_fasttrain.strategy.zero.zero_strategy import ZeROStrategy
 
-GIB = 2**30
 STAGES = ("0", "2", "2+offload", "3+offload")
 SETTLING = 2
 
@@ -56,10 +54,9 @@ class Clock(L.Callback):
         self.ends, self.peak_bytes = [], None
 
     def on_train_batch_end(self, trainer, *args):
+        self.ends.append(device_clock(trainer.strategy.root_device))
         if trainer.strategy.root_device.type == "cuda":
-            torch.cuda.synchronize()
             self.peak_bytes = torch.cuda.max_memory_allocated()
-        self.ends.append(time.perf_counter())
 
     @property
     def ms(self):

@@ -24,6 +24,7 @@ from lightning_fasttrain.checkpoint.remote_checkpoint import fetched, remove_rem
 from lightning_fasttrain.core.atomic_write import free_disk_bytes, why_unwritable, write_atomic
 from lightning_fasttrain.core.checks import check_arguments, one_of
 from lightning_fasttrain.core.device import GIB
+from lightning_fasttrain.core.distributed import largest_over_ranks
 from lightning_fasttrain.core.host.lightning import replicates
 from lightning_fasttrain.core.messages import explain, log, warn
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch_all
@@ -357,13 +358,21 @@ def why_unfit(folder: Path, nbytes: int, way_out: str, copies: int = 2) -> str |
     unwritable = why_unwritable(folder)
     if unwritable:
         return explain(f"checkpoints cannot be written to {folder}", unwritable, f"Make it writable, or {way_out}")
-    free = free_disk_bytes(folder)
-    if free < copies * nbytes:
-        why = f"a checkpoint of this run takes about {nbytes / GIB:.2f} GiB"
-        if copies == 2:
-            why += ", and one is kept while the next is written"
-        return explain(f"{folder} has {free / GIB:.2f} GiB free", why, f"Free some space, or {way_out}")
-    return None
+    because = ", and one is kept while the next is written" if copies == 2 else ""
+    return why_too_full(folder, nbytes, copies, because, f"Free some space, or {way_out}")
+
+
+def why_too_full(folder: Path, nbytes: int, copies: int, because: str, way_out: str) -> str | None:
+    """Return why the disk of ``folder`` has no space for so many checkpoints of ``nbytes``; None if it has.
+
+    Args:
+        because: why there are so many at once, which ends a sentence.
+    """
+    free, needed = free_disk_bytes(folder), copies * nbytes
+    if free >= needed:
+        return None
+    what = f"{folder} has {free / GIB:.2f} GiB free, {(needed - free) / GIB:.2f} GiB are missing"
+    return explain(what, f"a checkpoint takes about {nbytes / GIB:.2f} GiB{because}", way_out)
 
 
 def checkpoint_bytes(trainer: L.Trainer, optimizers: Sequence[Optimizer]) -> int:
@@ -437,9 +446,8 @@ def save_on_all_ranks(strategy: Strategy, save: Callable[[], None], continue_tra
         if error is not None:
             # Logged now, since the other ranks may never answer.
             log.error("%s", error)
-        # Two collectives, so all ranks must come here, also those whose save succeeded.
-        failed = not strategy.reduce_boolean_decision(not failed, all=True)
-        bad = not strategy.reduce_boolean_decision(not bad, all=True)
+        # A collective, so all ranks must come here, also those whose save succeeded.
+        failed, bad = map(bool, largest_over_ranks([failed, bad]))
     if bad:
         raise error or OSError("a checkpoint could not be saved. See the error of the rank that writes")
     if failed:

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from lightning_fasttrain.core.atomic_write import (
 )
 from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.device import GIB
+from lightning_fasttrain.core.distributed import ControlGroup
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.safe_load import (
     CorruptCheckpoint,
@@ -43,9 +44,7 @@ _LARGEST_MANIFEST = 100 * 2**20
 def checkpoint_folder(
     target: str | os.PathLike[str],
     *,
-    rank: int = 0,
-    world_size: int = 1,
-    agree: Callable[[bool], bool] = bool,
+    ranks: ControlGroup | None = None,
     about: Mapping[str, object] | None = None,
 ) -> Iterator[Path]:
     """Yield a folder to write a checkpoint into, which takes the name ``target`` once it is complete.
@@ -56,8 +55,7 @@ def checkpoint_folder(
 
     Args:
         target: the checkpoint's name; a folder of that name is replaced.
-        rank, world_size: of the caller, among those that enter.
-        agree: says whether all ranks were fine, and waits for them, as :func:`~core.distributed.agree_on_all_ranks`.
+        ranks: the ranks that enter; by default this process alone.
         about: plain values for the manifest, such as the step.
 
     Yields:
@@ -73,13 +71,13 @@ def checkpoint_folder(
         >>> verify_checkpoint(target)["files"]["weights"]["bytes"]
         4
     """
-    target = local_path(target)
+    target, ranks = local_path(target), ranks or ControlGroup()
     staging = staging_of(target)
     # The mark stays locked until the folder has its name, or is removed.
     with ExitStack() as held:
         # Outside of the `try` below: a folder that is not ours has the name then, and must not be removed.
-        with _all_or_none(target, agree):
-            if rank == 0:
+        with all_or_none(target, ranks):
+            if ranks.rank == 0:
                 make_folder(target.parent)
                 _refuse_to_replace(target)
                 # newest_checkpoint of another process sweeps under the same lock.
@@ -90,34 +88,53 @@ def checkpoint_folder(
                     held.enter_context(mark_folder(staging))
         try:
             # Each of the three ends with all ranks waiting for each other: no rank hashes what another still writes.
-            with _all_or_none(target, agree):
+            with all_or_none(target, ranks):
                 yield staging
-            with _all_or_none(target, agree):
-                write_atomic(staging / f".sums-{rank}", json.dumps(_sums(staging, rank, world_size)))
-            with _all_or_none(target, agree):
-                if rank == 0:
-                    _publish(staging, target, {"world_size": world_size, "about": about or {}})
+            with all_or_none(target, ranks):
+                sums = _sums(staging, ranks.rank, ranks.count)
+            manifest = join_manifest(sums, ranks, about)
+            with all_or_none(target, ranks):
+                if ranks.rank == 0:
+                    _publish(staging, target, manifest)
         except BaseException:
-            if rank == 0:
+            if ranks.rank == 0:
                 shutil.rmtree(staging, ignore_errors=True)
             raise
 
 
 @contextmanager
-def _all_or_none(target: Path, agree: Callable[[bool], bool]) -> Iterator[None]:
+def all_or_none(target: Path | str, ranks: ControlGroup) -> Iterator[None]:
+    """Raise on all ranks if writing a part of checkpoint ``target`` fails on one of them; each waits for all.
+
+    Raises:
+        OSError: another rank has failed.
+    """
     try:
         yield
     except BaseException as error:
+        if isinstance(target, Path):
+            free = f"{free_disk_bytes(target) / GIB:.2f} GiB are free there"
+            error.add_note(f"While writing checkpoint {target} ({free}). An older one is untouched.")
         # On an interrupt too, or the other ranks would wait forever.
-        error.add_note(
-            f"While writing checkpoint {target} ({free_disk_bytes(target) / GIB:.2f} GiB are free there). "
-            "An older one is untouched."
-        )
-        agree(False)
+        ranks.agree(False)
         raise
-    if not agree(True):
+    if not ranks.agree(True):
         why = "another rank failed, see its error; an older checkpoint of this name is untouched"
         raise OSError(explain(f"checkpoint {target} could not be written", why, "Look at the other ranks' output"))
+
+
+def join_manifest(sums: Mapping[str, object], ranks: ControlGroup, about: Mapping[str, object] | None) -> str:
+    """Return the manifest of a checkpoint: JSON with the size and the checksum of each file, from all ranks.
+
+    Args:
+        sums: those of this rank's files.
+        ranks: the ranks that have written; each waits for all.
+        about: plain values, such as the step.
+    """
+    files: dict[str, Any] = {}
+    for others in ranks.gather(sums):
+        files |= others
+    return json.dumps({"version": 1, "world_size": ranks.count, "about": about or {}, "files": files}, indent=1)
 
 
 def sums_of(folder: Path) -> dict[str, dict[str, Any]]:
@@ -130,9 +147,9 @@ def _sums(folder: Path, rank: int, world_size: int) -> dict[str, dict[str, Any]]
 
 
 def _sum(path: Path, *, sync: bool = False) -> dict[str, Any]:
-    with open(path, "rb") as file:
+    with open(path, "r+b" if sync else "rb") as file:
         if sync:
-            # This syncs the whole file, whoever wrote it and through whichever descriptor.
+            # This syncs the whole file, whoever wrote it, through any descriptor; Windows needs one that writes.
             os.fsync(file.fileno())
         return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
@@ -151,20 +168,16 @@ def _files(folder: Path) -> list[str]:
             name = Path(entry.path).relative_to(folder).as_posix()
             if entry.is_dir():
                 folders.append(Path(entry.path))
-            elif entry.is_file() and name not in (MANIFEST, _LOCK) and not name.startswith((".sums-", TEMPORARY)):
+            elif entry.is_file() and name not in (MANIFEST, _LOCK) and not name.startswith(TEMPORARY):
                 names.append(name)
     return sorted(names)
 
 
-def _publish(staging: Path, target: Path, facts: Mapping[str, object]) -> None:
-    files: dict[str, Any] = {}
-    for part in sorted(staging.glob(".sums-*")):
-        files |= json.loads(part.read_text())
-        part.unlink()
+def _publish(staging: Path, target: Path, manifest: str) -> None:
     # The manifest is written when all that it lists would outlast a power failure.
     for folder in filter(Path.is_dir, staging.rglob("*")):
         sync_folder(folder)
-    write_atomic(staging / MANIFEST, json.dumps({"version": 1, **facts, "files": files}, indent=1))
+    write_atomic(staging / MANIFEST, manifest)
     _replace(staging, target)
 
 

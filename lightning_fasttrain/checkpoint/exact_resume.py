@@ -65,7 +65,7 @@ class ExactResume(Technique):
 
     Each checkpoint holds, for every process: the states of the random generators of torch, CUDA, Python and NumPy, the
     position in the training loaders and the attributes of their datasets and samplers that have changed (see
-    :func:`~lightning_fasttrain.resumable`), running metrics, and, inside an accumulation window of
+    :func:`~lightning_fasttrain.checkpoint.resumable`), running metrics, and, inside an accumulation window of
     ``accumulate_grad_batches``, the accumulated gradients. On resuming, the iteration in which the checkpoint was saved
     is finished first, including pending validation. The batches of an uninterrupted run are those of a run without it.
 
@@ -86,9 +86,11 @@ class ExactResume(Technique):
             ``ckpt_path="last"`` finds none. Otherwise a warning, and all that still fits is restored. Data are
             identified by class, length and a few entries of the dataset's tensors and lists, without calling the
             dataset. Other hyper-parameters, and techniques that change only rounding, always give a warning.
-        seed_samples: as for :func:`~lightning_fasttrain.resumable`: resuming a run with workers reads no batches again.
-        on_change: as for :func:`~lightning_fasttrain.resumable`: whether other contents of the last batch before the
-            saved position, or of the first one after it, are an error or a warning; a warning if not ``strict``.
+        seed_samples: as for :func:`~lightning_fasttrain.checkpoint.resumable`: resuming a run with workers reads no
+            batches again.
+        on_change: as for :func:`~lightning_fasttrain.checkpoint.resumable`: whether other contents of the last batch
+            before the saved position, or of the first one after it, are an error or a warning; a warning if not
+            ``strict``.
 
     Raises:
         ValueError: in ``fit`` with ``ckpt_path``, for such a checkpoint if ``strict``; the message has both values.
@@ -108,7 +110,7 @@ class ExactResume(Technique):
     bitwise: ClassVar[bool] = True
     effect: ClassVar[str] = "a killed run resumes bit for bit: data order, random states, metrics, gradients"
     when: ClassVar[str] = "a run may be killed, and must end as if it had not been killed"
-    in_a_loop: ClassVar[str] = "resumable(loader), and save checkpoint.random_state() with its state_dict()"
+    in_a_loop: ClassVar[str] = "checkpoint.resumable(loader), and save checkpoint.random_state() with its state_dict()"
     predicted: ClassVar[bool] = True
 
     def __init__(

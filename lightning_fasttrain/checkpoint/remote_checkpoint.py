@@ -6,24 +6,33 @@ older checkpoint of the same name stays complete until the new manifest replaces
 
 import glob
 import json
+import os
 import re
 import secrets
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import fsspec
 from fsspec import AbstractFileSystem
 
-from lightning_fasttrain.checkpoint.checkpoint_folder import MANIFEST, read_manifest, sums_of, verify_checkpoint
+from lightning_fasttrain.checkpoint.checkpoint_folder import (
+    MANIFEST,
+    all_or_none,
+    checkpoint_folder,
+    join_manifest,
+    read_manifest,
+    sums_of,
+    verify_checkpoint,
+)
 from lightning_fasttrain.core.checks import check_arguments
-from lightning_fasttrain.core.distributed import from_all_ranks, from_first_of_node
+from lightning_fasttrain.core.distributed import ControlGroup, from_all_ranks, from_first_of_node
 from lightning_fasttrain.core.messages import explain, first_line, say, warn
 from lightning_fasttrain.core.safe_load import CorruptCheckpoint, is_object_storage
 
-_DATA, _SUMS = "data-", ".sums-"
+_DATA = "data-"
 _NAME = re.compile(rf"{_DATA}[0-9a-f]{{16}}/(?P<file>[^/\0]+(/[^/\0]+)*)")
 # Object stores, in which an upload is visible only when it is complete.
 _ATOMIC = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss"}
@@ -77,14 +86,12 @@ def why_unwritable_storage(url: str) -> str | None:
 
 
 @contextmanager
-def remote_folder(
-    url: str, *, rank: int, world_size: int, agree: Callable[[bool], bool], about: Mapping[str, object] | None
-) -> Iterator[Path]:
+def remote_folder(url: str, *, ranks: ControlGroup, about: Mapping[str, object] | None) -> Iterator[Path]:
     """Yield a local folder for this rank's files, which are uploaded on leaving; rank zero writes the manifest last.
 
     Args:
         url: the checkpoint's address; an older checkpoint there is replaced when the new one is complete.
-        rank, world_size, agree, about: as for
+        ranks, about: as for
             :func:`~lightning_fasttrain.checkpoint.checkpoint_folder.checkpoint_folder`.
 
     Raises:
@@ -94,39 +101,38 @@ def remote_folder(
     own = f"{_DATA}{secrets.token_hex(8)}"
     with tempfile.TemporaryDirectory(prefix="fasttrain-upload-") as temporary:
         folder = Path(temporary)
-        with _all_or_none(url, agree):
-            if rank == 0:
-                with _explained(url, "written"):
-                    # Left by a save that was interrupted: they would be taken for those of this one.
-                    for name in _list(fs, path):
-                        if name.startswith(_SUMS):
-                            fs.rm_file(f"{path}/{name}")
+        with all_or_none(url, ranks), _explained(url, "written"):
+            fs.exists(path)  # an error here, such as of wrong credentials, leaves nothing to remove
         try:
-            with _all_or_none(url, agree):
+            with all_or_none(url, ranks):
                 yield folder
                 sums = {f"{own}/{name}": entry for name, entry in sums_of(folder).items()}
                 for name in sums:
                     _upload(fs, folder / name.removeprefix(f"{own}/"), f"{path}/{name}", url)
-                (folder / _SUMS).write_text(json.dumps(sums))
-                _upload(fs, folder / _SUMS, f"{path}/{_SUMS}{rank}", url)
-            with _all_or_none(url, agree):
-                if rank == 0:
-                    _publish(fs, path, url, folder, {"world_size": world_size, "about": about or {}})
+            (folder / MANIFEST).write_text(join_manifest(sums, ranks, about))
+            with all_or_none(url, ranks):
+                if ranks.rank == 0:
+                    _upload(fs, folder / MANIFEST, f"{path}/{MANIFEST}", url)
+                    _remove_older(fs, path, read_manifest(folder))
         except BaseException:
             _remove(fs, f"{path}/{own}")
             raise
 
 
-def _publish(fs: AbstractFileSystem, path: str, url: str, folder: Path, facts: dict[str, Any]) -> None:
-    files: dict[str, Any] = {}
-    with _explained(url, "written"):
-        for rank in range(facts["world_size"]):
-            files |= json.loads(fs.cat_file(f"{path}/{_SUMS}{rank}"))
-    (folder / MANIFEST).write_text(json.dumps({"version": 1, **facts, "files": files}, indent=1))
-    _upload(fs, folder / MANIFEST, f"{path}/{MANIFEST}", url)
-    kept = {name.partition("/")[0] for name in files}
+def folder_to_write(
+    target: str | os.PathLike[str], *, ranks: ControlGroup, about: Mapping[str, object]
+) -> AbstractContextManager[Path]:
+    """Return :func:`remote_folder` for an address in object storage, otherwise :func:`checkpoint_folder`."""
+    if is_object_storage(target):
+        return remote_folder(str(target), ranks=ranks, about=about)
+    return checkpoint_folder(target, ranks=ranks, about=about)
+
+
+def _remove_older(fs: AbstractFileSystem, path: str, manifest: Mapping[str, Any]) -> None:
+    kept = {name.partition("/")[0] for name in manifest["files"]}
     for name in _list(fs, path):
-        if name.startswith((_DATA, _SUMS)) and name not in kept:
+        # What earlier versions have left begins with the second.
+        if name.startswith((_DATA, ".sums-")) and name not in kept:
             _remove(fs, f"{path}/{name}")
 
 
@@ -308,16 +314,3 @@ def _explained(url: str, what: str) -> Iterator[None]:
         why = f"{type(error).__name__}: {first_line(error).rstrip('.')}"
         way_out = "Check the credentials of this process, the address and the network"
         raise _StorageError(explain(f"checkpoint {url} could not be {what}", why, way_out)) from error
-
-
-@contextmanager
-def _all_or_none(url: str, agree: Callable[[bool], bool]) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        # On an interrupt too, or the other ranks would wait forever.
-        agree(False)
-        raise
-    if not agree(True):
-        why = "another rank failed, see its error; an older checkpoint of this name is untouched"
-        raise OSError(explain(f"checkpoint {url} could not be written", why, "Look at the other ranks' output"))

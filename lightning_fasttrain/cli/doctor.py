@@ -1,11 +1,15 @@
 """Check what this machine offers for fast training, and give the command to install what is missing."""
 
+import importlib.metadata
 import platform
 import shutil
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import torch
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from lightning_fasttrain.core.device import (
     GIB,
@@ -58,10 +62,12 @@ def examine() -> list[Finding]:
 
     Example:
         >>> examine()[0].name
-        'versions'
+        'Python'
     """
     return [
-        _versions(),
+        Finding("Python", "ok", platform.python_version()),
+        _package("torch"),
+        _package("lightning"),
         Finding("processor", "ok", f"{processor_name()}, {usable_cores()} cores"),
         _gpu(),
         _bf16(),
@@ -85,10 +91,14 @@ def as_table(findings: list[Finding]) -> ReportTable:
     return table
 
 
-def _versions() -> Finding:
-    parts = [f"Python {platform.python_version()}"]
-    parts += [f"{name} {package_version(name)}" for name in ("torch", "lightning")]
-    return Finding("versions", "ok", ", ".join(parts))
+@cache
+def _read_bounds() -> dict[str, SpecifierSet]:
+    """Return the versions of each package that this one's metadata asks for, extras included, as pip reads them."""
+    bounds: dict[str, SpecifierSet] = {}
+    for line in importlib.metadata.requires("lightning-fasttrain") or ():
+        requirement = Requirement(line)
+        bounds[requirement.name] = bounds.get(requirement.name, SpecifierSet()) & requirement.specifier
+    return bounds
 
 
 def _gpu() -> Finding:
@@ -167,8 +177,11 @@ def _triton() -> Finding:
     return Finding("triton", "not here", "torch.compile uses it on a GPU only")
 
 
-def _package(name: str, extra: str, purpose: str) -> Finding:
+def _package(name: str, extra: str = "", purpose: str = "") -> Finding:
     version = package_version(name)
-    if version:
+    if version is None:
+        return Finding(name, "missing", f"for {purpose}", f"pip install 'lightning-fasttrain[{extra}]'")
+    bounds = _read_bounds().get(name, SpecifierSet())
+    if bounds.contains(version, prereleases=True):
         return Finding(name, "ok", version)
-    return Finding(name, "missing", f"for {purpose}", f"pip install 'lightning-fasttrain[{extra}]'")
+    return Finding(name, "missing", f"{version}, which is not supported", f"pip install '{name}{bounds}'")

@@ -4,6 +4,6 @@
 what a step changes, ``atomic_write`` and ``safe_load`` write and read files, ``host`` is the door to what Lightning
 keeps to itself.
 
-From the bottom up: ``messages``, ``checks``, ``distributed``, ``package``, ``state``, ``batch``, ``modules``,
-``device``, ``host``, ``peak_memory``, ``atomic_write``, ``safe_load``.
+From the bottom up: ``messages``, ``checks``, ``distributed``, ``package``, ``device``, ``state``, ``batch``,
+``modules``, ``host``, ``peak_memory``, ``atomic_write``, ``safe_load``.
 """

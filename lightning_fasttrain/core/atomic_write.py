@@ -1,17 +1,20 @@
 """Atomic writing of files, and locks that show whether a process is still writing."""
 
-import fcntl
 import io
 import os
 import re
 import secrets
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from lightning_fasttrain.core.messages import explain
+
+if sys.platform != "win32":  # whose locks keep readers out of a file, and which cannot open folders
+    import fcntl
 
 # What carries this prefix may be removed, so no user's file may have it.
 TEMPORARY = ".fasttrain-tmp-"
@@ -46,8 +49,9 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | str | Callable[[Bin
         descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         with _Target(io.FileIO(descriptor, "wb")) as file:
-            with suppress(OSError):  # not every file system has locks
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if sys.platform != "win32":
+                with suppress(OSError):  # not every file system has locks
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if callable(data):
                 file.fill(data)
             else:
@@ -57,7 +61,11 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | str | Callable[[Bin
             # A rename brings the new file's mode along, and who could read the old one must be able to read this one.
             if target.exists():
                 os.chmod(name, target.stat().st_mode & 0o777)
-            os.replace(name, target)
+            if sys.platform != "win32":
+                # Before the lock ends with the file, since another process may remove a temporary file without one.
+                os.replace(name, target)
+        if sys.platform == "win32":
+            os.replace(name, target)  # only of a closed file
     except BaseException:
         # On an interrupt too, since nothing else knows the temporary name.
         name.unlink(missing_ok=True)
@@ -166,7 +174,9 @@ def free_disk_bytes(path: Path) -> int:
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync ``folder``, so that the names in it outlast a power failure."""
+    """Sync ``folder``, so that the names in it outlast a power failure; Windows does not offer this."""
+    if sys.platform == "win32":
+        return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -176,7 +186,13 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def lock(path: Path) -> Iterator[None]:
-    """Lock the file or folder ``path``, waiting for other holders; the lock ends with the process in any case."""
+    """Lock the file or folder ``path``, waiting for other holders; the lock ends with the process in any case.
+
+    On Windows nothing is locked.
+    """
+    if sys.platform == "win32":
+        yield
+        return
     # A folder can be opened in no other way, and a lock needs no more.
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -189,6 +205,8 @@ def lock(path: Path) -> Iterator[None]:
 
 def is_being_written(path: Path) -> bool:
     """Return whether a living process holds ``path`` by :func:`write_atomic` or :func:`lock`; True if unknown."""
+    if sys.platform == "win32":
+        return path.exists()
     try:
         with open(path, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

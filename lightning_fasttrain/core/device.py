@@ -7,7 +7,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from math import inf
@@ -43,10 +43,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     one = torch.randn(side, side, device=device, dtype=dtype, generator=torch.Generator(device).manual_seed(0))
     fastest = inf
     for _ in range(rounds):
-        began = device_clock(device)
-        torch.mm(one, one)
         # The first round also pays for loading kernels.
-        fastest = min(fastest, device_clock(device) - began)
+        fastest = min(fastest, time_ms(device, lambda: torch.mm(one, one)) / 1e3)
     return 2 * side**3 / fastest  # [n, n] @ [n, n]: n³ products and as many sums
 
 
@@ -63,7 +61,51 @@ def dtype_of(precision: object) -> torch.dtype:
     return torch.float16 if name.startswith("16") else torch.float32
 
 
+def fast_mixed_precision(device: torch.device) -> str | None:
+    """Return Lightning's mixed precision in which a device multiplies faster than in float32; None without one.
+
+    GPUs before Ampere, such as T4 and V100, emulate bfloat16, and have tensor cores for float16. A GPU that this
+    machine lacks, as when a plan is made for another one, is assumed to be newer.
+
+    Example:
+        >>> fast_mixed_precision(torch.device("cpu")) in ("bf16-mixed", None)
+        True
+    """
+    if device.type == "cpu":
+        return "bf16-mixed" if bf16_units() else None
+    if device.type != "cuda":
+        return None
+    if not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False):
+        return "bf16-mixed"
+    return "16-mixed" if torch.cuda.get_device_capability(device) >= (7, 0) else None
+
+
 GIB = 2**30
+
+_WITHOUT_FLOAT64 = ("mps", "xpu")  # Apple's GPUs, and those of Intel that are not for data centers
+
+
+def widest_float(device: torch.device) -> torch.dtype:
+    """Return float64, or float32 for a device without it.
+
+    Example:
+        >>> widest_float(torch.device("cpu")), widest_float(torch.device("mps"))
+        (torch.float64, torch.float32)
+    """
+    return torch.float32 if device.type in _WITHOUT_FLOAT64 else torch.float64
+
+
+def to_float64(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values of a tensor in float64: on its device, or on the CPU if the device has no float64.
+
+    Example:
+        >>> to_float64(torch.ones(1))
+        tensor([1.], dtype=torch.float64)
+    """
+    tensor = tensor.detach()
+    if tensor.device.type in _WITHOUT_FLOAT64:
+        tensor = tensor.cpu()
+    return tensor.double()
 
 
 _TRACED_AS: ContextVar[str | None] = ContextVar("_TRACED_AS", default=None)
@@ -113,8 +155,8 @@ def free_bytes(device: torch.device) -> int | None:
 def return_unused_memory() -> None:
     """Free what only reference cycles hold, and return unused memory of the allocators to the system and the GPU."""
     gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
     # A heap that freed tensors have left full of holes keeps its pages, so the next run's come on top of them.
     if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "malloc_trim"):  # of glibc
         ctypes.CDLL(None).malloc_trim(0)
@@ -124,7 +166,7 @@ class AsyncReading:
     """Copy values from a device to the host without waiting, and read them later.
 
     Args:
-        numbers: a tensor on any device.
+        numbers: a tensor on any device. One on an Apple GPU is read where it is, which waits for the device.
 
     Example:
         >>> AsyncReading(torch.tensor([1.0, 2.0])).wait()
@@ -133,20 +175,21 @@ class AsyncReading:
 
     def __init__(self, numbers: torch.Tensor) -> None:
         self.numbers, self.event = numbers, None
-        if numbers.is_cuda:
+        if numbers.device.type in ("cuda", "xpu"):
             # Pinned: otherwise the copy would wait for the device.
             self.numbers = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
             self.numbers.copy_(numbers, non_blocking=True)
-            # An event, so that the host waits only for this copy, not for work that is launched after it.
-            self.event = torch.cuda.current_stream(numbers.device).record_event()
+            # An event, so that the host waits only for this copy, not for work that is launched after it; on the
+            # stream of the copy, which is that of the tensor's device, whichever device is the current one.
+            self.event = torch.accelerator.current_stream(numbers.device).record_event()
 
     @property
     def is_done(self) -> bool:
         """Whether reading would not wait."""
         return self.event is None or self.event.query()
 
-    def wait(self) -> list[float]:
-        """Return the values; wait until the device has computed them."""
+    def wait(self) -> Any:
+        """Return the values, as ``tolist`` does; wait until the device has computed them."""
         if self.event is not None:
             self.event.synchronize()
         return self.numbers.tolist()
@@ -163,6 +206,83 @@ def device_clock(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
+
+
+def time_ms(device: torch.device, run: Callable[[], object]) -> float:
+    """Return the milliseconds that ``run()`` takes on ``device``, which has finished its earlier work before.
+
+    Example:
+        >>> time_ms(torch.device("cpu"), lambda: None) >= 0
+        True
+    """
+    began = device_clock(device)
+    run()
+    return 1e3 * (device_clock(device) - began)
+
+
+Moment = float | torch.cuda.Event
+
+
+class DeviceTimer:
+    """Adds up the time of several intervals without waiting: on CUDA by events in the stream, else by the host's clock.
+
+    Args:
+        device: device whose time is measured.
+
+    Example:
+        >>> timer = DeviceTimer(torch.device("cpu"))
+        >>> with timer.measure():
+        ...     pass
+        >>> timer.ms() >= 0
+        True
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._began: Moment | None = None
+        self._intervals: list[tuple[Moment, Moment]] = []
+
+    def start(self) -> None:
+        """Begin an interval."""
+        self._began = self.now()
+
+    def stop(self) -> None:
+        """End the interval, if one has begun."""
+        began, self._began = self._began, None
+        if began is not None:
+            self._intervals.append((began, self.now()))
+
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        """Time the body of the ``with`` block."""
+        self.start()
+        try:
+            yield
+        finally:
+            self.stop()
+
+    def ms(self) -> float:
+        """Return the milliseconds so far; on CUDA this waits for the device."""
+        return sum(ms_between(began, ended) for began, ended in self._intervals)
+
+    def now(self) -> Moment:
+        """Return the moment at which the device arrives here."""
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        # The current stream: a step may run on another than the default one.
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+
+def ms_between(began: Moment, ended: Moment) -> float:
+    """Return the milliseconds between two moments of a device; wait until it has arrived at the second."""
+    if isinstance(began, torch.cuda.Event) and isinstance(ended, torch.cuda.Event):
+        ended.synchronize()
+        return began.elapsed_time(ended)
+    assert isinstance(began, float)
+    assert isinstance(ended, float)
+    return 1e3 * (ended - began)
 
 
 PACKAGES = ("torch", "lightning", "lightning-fasttrain")
@@ -252,12 +372,8 @@ def bf16_slowdown() -> float:
 
 def _product_s(dtype: torch.dtype) -> float:
     """Seconds, the fewest of three, for matrices that are large enough to measure and small enough for a slow dtype."""
-    matrix, times = torch.ones(256, 256, dtype=dtype), []
-    for _ in range(3):
-        started = time.perf_counter()
-        _ = matrix @ matrix
-        times.append(time.perf_counter() - started)
-    return min(times)
+    matrix = torch.ones(256, 256, dtype=dtype)
+    return min(time_ms(matrix.device, lambda: matrix @ matrix) for _ in range(3)) / 1e3
 
 
 class Neighbours:

@@ -3,6 +3,9 @@
 import io
 import socket
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from datetime import timedelta
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -11,7 +14,6 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
 Answer = TypeVar("Answer")
-N = TypeVar("N", int, float)
 
 
 def rank_count() -> int:
@@ -29,13 +31,92 @@ def rank_here() -> int:
     return dist.get_rank() if _is_launched() else 0
 
 
+class ControlGroup:
+    """Ranks that decide together about the run itself, such as whether to stop, or whether a checkpoint is complete.
+
+    Args:
+        group: their process group; None for this process alone.
+
+    Attributes:
+        rank: of this process, among ``count``.
+
+    Example:
+        >>> ControlGroup().agree(True), ControlGroup().gather("mine")
+        (True, ['mine'])
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+        self.rank, self.count = 0, 1
+        if group is not None:
+            self.rank, self.count = group.rank(), group.size()
+        self._numbers: Tensor | None = None
+        self._work: dist.Work | None = None
+
+    @classmethod
+    def apart(cls, timeout: timedelta | None = None) -> "ControlGroup":
+        """Make a gloo group of all ranks that carries nothing but votes; all ranks must call it.
+
+        A vote is a few bytes between host processes: no device is synchronized, and it cannot be mistaken for a part of
+        the step's communication. A rank that has exited is an error at once, one that does not answer after ``timeout``
+        (by default gloo's).
+        """
+        group: Any = dist.new_group(backend="gloo", timeout=timeout)
+        return cls(group)
+
+    def agree(self, ok: bool) -> bool:
+        """Return whether every rank says yes; each waits for all."""
+        return self.count == 1 or bool(_reduce([ok], "MIN", self.group)[0])
+
+    def gather(self, mine: Answer) -> list[Answer]:
+        """Return the values of all ranks, in the order of ranks; each waits for all."""
+        if self.count == 1:
+            return [mine]
+        gathered: list[Any] = [None] * self.count
+        dist.all_gather_object(gathered, mine, group=self.group)
+        return gathered
+
+    def vote(self, number: int, other: int = 0) -> None:
+        """Start to compute the largest ``number`` and the largest ``other`` of all ranks, without waiting for them."""
+        if self._numbers is None:
+            # Lives as long as the group: gloo's thread would need the interpreter's lock to free it.
+            self._numbers = torch.zeros(2, dtype=torch.int64, device="cpu")
+        self._numbers[0], self._numbers[1] = number, other
+        self._work = dist.all_reduce(self._numbers, dist.ReduceOp.MAX, group=self.group, async_op=True)
+
+    def read_vote(self, timeout: timedelta = timedelta(0)) -> tuple[int, int]:
+        """Wait for the last vote, and return its result; zeros if there was none, or it has been read.
+
+        Args:
+            timeout: how long to wait; by default as long as the group does.
+
+        Raises:
+            RuntimeError: a rank has exited or did not answer in time.
+        """
+        work, self._work = self._work, None
+        if work is None or self._numbers is None:
+            return 0, 0
+        work.wait(timeout)
+        largest, other = map(int, self._numbers.tolist())
+        return largest, other
+
+    def close(self) -> None:
+        """Wait for a pending vote, and destroy the group."""
+        if dist.is_initialized():
+            self.read_vote()
+            with suppress(RuntimeError, ValueError):  # destroyed already, with an earlier default process group
+                dist.destroy_process_group(self.group)
+
+
+def all_ranks() -> ControlGroup:
+    """Return the ranks of the default process group, or this process alone."""
+    group: Any = dist.group.WORLD if _is_launched() else None
+    return ControlGroup(group)
+
+
 def from_all_ranks(mine: list[Any]) -> list[Any]:
     """Return the entries of the lists of all ranks, so that all ranks decide the same."""
-    if rank_count() == 1:
-        return mine
-    gathered: list[Any] = [None] * rank_count()
-    dist.all_gather_object(gathered, mine)
-    return [entry for some in gathered for entry in some]
+    return list(chain.from_iterable(all_ranks().gather(mine)))
 
 
 def from_rank_zero(make: Callable[[], Answer]) -> Answer:
@@ -47,17 +128,10 @@ def from_rank_zero(make: Callable[[], Answer]) -> Answer:
     """
     if rank_count() == 1:
         return make()
-    answer: list[Any] = [None, None]
-    if rank_here() == 0:
-        try:
-            answer[0] = make()
-        except Exception as error:
-            # Sent instead of raised, since the other ranks wait for the broadcast.
-            answer[1] = error
-    dist.broadcast_object_list(answer, src=0)
-    if answer[1] is not None:
-        raise answer[1]
-    return answer[0]
+    answers: list[Any] = [_answer_or_error(make) if rank_here() == 0 else None]
+    dist.broadcast_object_list(answers, src=0)
+    _raise_any(answers)
+    return answers[0]
 
 
 def from_first_of_node(make: Callable[[], Answer]) -> Answer:
@@ -72,28 +146,24 @@ def from_first_of_node(make: Callable[[], Answer]) -> Answer:
     if rank_count() == 1:
         return make()
     hosts = from_all_ranks([socket.gethostname()])
-    first, answer = hosts.index(hosts[rank_here()]), None
-    if rank_here() == first:
-        try:
-            answer = make()
-        except Exception as error:
-            # Sent instead of raised, since the other ranks wait for it.
-            answer = error
-    answers = from_all_ranks([answer])
-    for one in answers:
-        if isinstance(one, Exception):
-            raise one
+    first = hosts.index(hosts[rank_here()])
+    answers: list[Any] = from_all_ranks([_answer_or_error(make) if rank_here() == first else None])
+    _raise_any(answers)
     return answers[first]
 
 
-def smallest_over_ranks(numbers: list[int]) -> list[int]:
-    """Return the smallest of each of the ``numbers`` over all ranks; each rank waits for all.
+def _answer_or_error(make: Callable[[], Answer]) -> Answer | Exception:
+    try:
+        return make()
+    except Exception as error:
+        # Sent instead of raised, since the other ranks wait for the answer.
+        return error
 
-    Example:
-        >>> smallest_over_ranks([3, -2])
-        [3, -2]
-    """
-    return _reduce(numbers, torch.int64, "MIN")
+
+def _raise_any(answers: list[Any]) -> None:
+    for answer in answers:
+        if isinstance(answer, Exception):
+            raise answer
 
 
 def largest_over_ranks(numbers: list[float]) -> list[float]:
@@ -103,24 +173,19 @@ def largest_over_ranks(numbers: list[float]) -> list[float]:
         >>> largest_over_ranks([3.5, -2])
         [3.5, -2]
     """
-    # Exact for bytes up to 2**53.
-    return _reduce(numbers, torch.float64, "MAX")
+    return _reduce(numbers, "MAX")
 
 
-def _reduce(numbers: list[N], dtype: torch.dtype, how: str, group: Any = None) -> list[N]:
+def _reduce(numbers: list[float], how: str, group: Any = None) -> list[float]:
     if rank_count() == 1:
         return numbers
     # NCCL cannot reduce a tensor on the CPU.
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else "cpu"
-    reduced = torch.tensor(numbers, dtype=dtype, device=device)
+    # Exact for counts up to 2^53. float32 ends at 2^24, and a step may hold more tokens than that.
+    reduced = torch.tensor(numbers, dtype=torch.float64, device=device)
     # By name, since a torch that was built without its distributed package has no ReduceOp.
     dist.all_reduce(reduced, op=getattr(dist.ReduceOp, how), group=group)
     return reduced.tolist()
-
-
-def agree_on_all_ranks(ok: bool, group: Any = None) -> bool:
-    """Return whether every rank of the process group says yes, by default of all; each waits for all."""
-    return bool(_reduce([int(ok)], torch.int64, "MIN", group)[0])
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -141,10 +206,7 @@ def sum_over_ranks(counts: list[int], strategy: Strategy | None, world_size: int
     """
     if strategy is None or world_size == 1:
         return counts
-    # Exact up to 2^53. float32 ends at 2^24, and a step may hold more tokens than that.
-    here = torch.tensor(counts, dtype=torch.float64, device=strategy.root_device)
-    total: Tensor = strategy.reduce(here, reduce_op="sum")
-    return list(map(int, total.tolist()))
+    return list(map(int, _reduce([*counts], "SUM")))
 
 
 def pack(state: object) -> Tensor:

@@ -87,13 +87,12 @@ def draw_memory(record: MemoryRecord | None) -> Iterator[str]:
         yield f'<polygon points="{outline}" fill="{COLOURS[category]}">{title}</polygon>'
     yield from _scale(record.end_ms, _AREA)
     yield "</svg><table><tr><th>category<th>at the peak<th><th>largest holder"
-    for category, nbytes in record.at_peak.items():
-        holders = record.holders(category)
+    for category, nbytes, share, _, holder in record.list_categories():
         largest = ""
-        if holders:
-            largest = f"<code>{escape(holders[0].name)}</code> {format_bytes(holders[0].nbytes)}"
+        if holder is not None:
+            largest = f"<code>{escape(holder.name)}</code> {format_bytes(holder.nbytes)}"
         key = f'<i style="background:{COLOURS[category]}"></i>{category}'
-        yield f"<tr><td>{key}<td>{format_bytes(nbytes)}<td>{nbytes / record.peak_bytes:.0%}<td>{largest}"
+        yield f"<tr><td>{key}<td>{format_bytes(nbytes)}<td>{share:.0%}<td>{largest}"
     yield "</table>"
 
 

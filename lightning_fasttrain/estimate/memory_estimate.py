@@ -11,14 +11,14 @@ from torch.optim import Optimizer
 
 from lightning_fasttrain.core.batch import count_batch
 from lightning_fasttrain.core.checks import PositiveInt, check_arguments
-from lightning_fasttrain.core.device import device_clock, dtype_of, peak_flops
+from lightning_fasttrain.core.device import dtype_of, peak_flops
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.estimate.flops import Recomputation, StepFlops
 from lightning_fasttrain.memory import predict_memory
 from lightning_fasttrain.memory.fake_step import Factory
 from lightning_fasttrain.memory.predict_memory import Loss
 from lightning_fasttrain.profiling import MemoryRecording
-from lightning_fasttrain.proof.verification.short_run import EnoughError, Steps, run_steps
+from lightning_fasttrain.proof.verification.short_run import MOST_TIMED, StepClock, Steps, run_steps
 from lightning_fasttrain.technique import Technique
 
 
@@ -94,7 +94,6 @@ def input_and_output_bytes(
 
 
 _WARMUP = 4  # steps: techniques such as a memory budget measure and plan in the first three
-_LEAST, _MOST, _SECONDS = 2, 12, 0.5  # steps that are timed: as many as that takes, between the two
 
 
 @dataclass(frozen=True)
@@ -134,51 +133,29 @@ def measure_step(
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     settings = {"accelerator": device, "precision": precision}
-    watch = _Watch()
+    watch = _Watch(_WARMUP)
     # The same batch each time, so that the list takes no memory.
-    run_steps(Steps(module, [batch] * (_WARMUP + _MOST + 1), settings), techniques, watch)
+    run_steps(Steps(module, [batch] * (_WARMUP + MOST_TIMED + 1), settings), techniques, watch)
     peak = peak_flops(torch.device(device), dtype_of(precision))
     return MeasuredStep(device, min(watch.timed), len(watch.timed), peak, watch.peak_bytes, watch.activation_bytes)
 
 
-class _Watch(L.Callback):
+class _Watch(StepClock):
     """Times steps, and records the memory of one more by category."""
 
-    def __init__(self) -> None:
-        self.peak_bytes = self.activation_bytes = 0
-        self._times: list[float] = []
-        self._since = 0.0
-        self._recording: MemoryRecording | None = None
+    activation_bytes = 0
+    _recording: MemoryRecording | None = None
 
-    @property
-    def timed(self) -> list[float]:
-        """The time of each step after the warm-up, in ms."""
-        return self._times[_WARMUP:]
+    def begin_measuring(self, device: torch.device, *held: Any) -> None:
+        self._recording = MemoryRecording(*held).__enter__()
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._since = device_clock(pl_module.device)
-
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
-    ) -> None:
-        enough = len(self.timed) >= _LEAST and sum(self.timed) >= 1e3 * _SECONDS
-        # Only when all times are there: recording slows a step down.
-        if enough or len(self.timed) >= _MOST:
-            self._recording = MemoryRecording(pl_module, trainer.optimizers, batch).__enter__()
-
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
-    ) -> None:
-        now = device_clock(pl_module.device)
+    def end_measuring(self) -> None:
         recording, self._recording = self._recording, None
         if recording is not None:
             recording.__exit__(None, None, None)
             assert recording.record is not None
             self.peak_bytes = recording.record.peak_bytes
             self.activation_bytes = recording.record.peaks["activations"]
-            raise EnoughError
-        self._times.append(1e3 * (now - self._since))
-        self._since = now
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Hook: torch's profiler runs once in a process, so a step that failed must end it."""

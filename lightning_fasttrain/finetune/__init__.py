@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from lightning_fasttrain.finetune.adapters.merge import MergeReport, merge_adapters_, unmerge_adapters_
     from lightning_fasttrain.finetune.files.adapter_files import load_adapter_, save_adapter
     from lightning_fasttrain.finetune.files.export_model import export_model
-    from lightning_fasttrain.finetune.frozen_cache.frozen_cache import FrozenCache, cache_frozen_
+    from lightning_fasttrain.finetune.frozen_cache import FrozenCache, cache_frozen_
     from lightning_fasttrain.finetune.prompt_tuning import PrefixTuning, PromptTuning, add_prompt_
     from lightning_fasttrain.finetune.quantized.load_quantized import load_quantized
     from lightning_fasttrain.finetune.quantized.quantized_base import QuantizedBase, QuantizedReport, quantize_base_

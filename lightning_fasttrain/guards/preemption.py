@@ -13,7 +13,6 @@ from types import FrameType
 from typing import Annotated, Any, ClassVar
 
 import lightning as L
-import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.trainer.states import TrainerStatus
@@ -21,7 +20,7 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from lightning_fasttrain.checkpoint.atomic_checkpoints import checkpoint_bytes, why_unfit
 from lightning_fasttrain.core.checks import PositiveInt, check_arguments
 from lightning_fasttrain.core.checks.annotations import Bounds
-from lightning_fasttrain.core.distributed import rank_count
+from lightning_fasttrain.core.distributed import ControlGroup, rank_count
 from lightning_fasttrain.core.host.lightning import (
     DataFetcher,
     accumulation_continues,
@@ -88,10 +87,7 @@ class PreemptionFlag:
         self.raised = False
         self._previous: dict[int, Any] = {}
         self._boundaries = 0
-        self._group: dist.ProcessGroup | None = None
-        self._work: dist.Work | None = None
-        # Lives as long as the group: gloo's thread would need the interpreter's lock to free it.
-        self._any_rank = torch.zeros(1, dtype=torch.uint8, device="cpu")
+        self._ranks: ControlGroup | None = None
 
     def request(self) -> None:
         """Request preemption on this rank, as if the signal had arrived."""
@@ -99,7 +95,7 @@ class PreemptionFlag:
 
     def should_stop(self) -> bool:
         """Whether all ranks stop here. Call it on every rank at each step boundary, until the answer is True."""
-        if self._group is None and rank_count() == 1:
+        if self._ranks is None and rank_count() == 1:
             return self.raised
         self._boundaries += 1
         if self._boundaries % self.every:
@@ -111,26 +107,20 @@ class PreemptionFlag:
 
     def should_stop_now(self) -> bool:
         """Answer without the delay of one boundary: for the start and end of the loop, where waiting is cheap."""
-        if self._group is None and rank_count() == 1:
+        if self._ranks is None and rank_count() == 1:
             return self.raised
         earlier = self._answer()
         self._ask()
         return self._answer() or earlier
 
     def _ask(self) -> None:
-        if self._group is None:
-            # A collective: all ranks reach it at the same boundary, as they all count the same boundaries.
-            self._group = dist.new_group(backend="gloo", timeout=_timeout_of_the_ranks())
-        self._any_rank.fill_(self.raised)
-        self._work = dist.all_reduce(self._any_rank, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        # A collective: all ranks reach it at the same boundary, as they all count the same boundaries.
+        self._ranks = self._ranks or ControlGroup.apart(_timeout_of_the_ranks())
+        self._ranks.vote(self.raised)
 
     def _answer(self) -> bool:
-        if self._work is None:
-            return False
-        # The collective was started one boundary ago, so it is done, unless a rank is late.
-        self._work.wait()
-        self._work = None
-        found = bool(self._any_rank)
+        # The vote was started one boundary ago, so it is done, unless a rank is late.
+        found = self._ranks is not None and any(self._ranks.read_vote())
         if found:
             _let_children_exit(self.exit_code)
         return found
@@ -162,11 +152,10 @@ class PreemptionFlag:
                 signal.signal(number, before)
         self._previous = {}
         # After an error the other ranks may be gone, so nothing is sent to them.
-        if kind is None and self._group is not None and dist.is_initialized():
-            # Pending communication must end before the group is destroyed.
+        if kind is None and self._ranks is not None and dist.is_initialized():
             self._answer()
-            dist.destroy_process_group(self._group)
-        self._group = self._work = None
+            self._ranks.close()
+        self._ranks = None
 
 
 def check_signals(signals: Iterable[int]) -> tuple[int, ...]:

@@ -201,13 +201,13 @@ class DevicePrefetch(Technique):
         >>> prefetch = DevicePrefetch()
 
     Source:
-        See :func:`~lightning_fasttrain.prefetch_to_device`.
+        See :func:`~lightning_fasttrain.loaders.prefetch_to_device`.
     """
 
     bitwise: ClassVar[bool] = True
     effect: ClassVar[str] = "the next batch is copied to the device during the current step"
     when: ClassVar[str] = "copying a batch to the GPU takes a notable share of the step; not on a CPU"
-    in_a_loop: ClassVar[str] = "prefetch_to_device(loader, device)"
+    in_a_loop: ClassVar[str] = "loaders.prefetch_to_device(loader, device)"
     worth_trying: ClassVar[tuple[Setting, ...]] = (Setting("loader", "prefetched", cost=0.98),)
     predicted: ClassVar[bool] = True
 

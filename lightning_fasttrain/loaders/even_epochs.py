@@ -5,12 +5,10 @@ from itertools import islice
 from typing import Any, ClassVar
 
 import lightning as L
-import torch
-import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
 from lightning_fasttrain.core.checks import check_arguments
-from lightning_fasttrain.core.distributed import rank_count
+from lightning_fasttrain.core.distributed import ControlGroup, rank_count
 from lightning_fasttrain.core.host.loader_wrapper import find_innermost, wrap_training_loaders
 from lightning_fasttrain.core.messages import number_of, say
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
@@ -56,14 +54,10 @@ class EvenLoader(AheadLoader):
     def __init__(self, inner: Iterable[Any]) -> None:
         super().__init__(inner)
         self._left_out = 0
-        self._group: dist.ProcessGroup | None = None
-        self._vote = torch.zeros(1, dtype=torch.int64)  # must outlive the group, whose thread uses it
-        self._work: dist.Work | None = None
         self._length: int | None = None
-        self._alone = rank_count() == 1
-        if not self._alone:
-            self._group = dist.new_group(backend="gloo")  # a separate group, apart from the step's collectives
-            self._compare_lengths()
+        self._ranks = ControlGroup.apart() if rank_count() > 1 else None
+        if self._ranks is not None:
+            self._compare_lengths(self._ranks)
 
     @property
     def left_out(self) -> int:
@@ -71,7 +65,7 @@ class EvenLoader(AheadLoader):
         return self._left_out
 
     def __len__(self) -> int:
-        if self._alone:
+        if self._ranks is None:
             return len(self.inner)
         if self._length is None:
             raise TypeError("a rank does not know the length of its loader")
@@ -79,22 +73,23 @@ class EvenLoader(AheadLoader):
 
     def __iter__(self) -> Iterator[Any]:
         batches = iter(self.inner)  # now, as for the plain loader: it may draw random numbers
-        if self._alone:
+        if self._ranks is None:
             return batches
         if self._length is None:
-            return self._iterate_together(batches)
+            return self._iterate_together(self._ranks, batches)
         return islice(batches, self._length)
 
     def close(self) -> None:
         """Free the process group over which the ranks vote."""
-        if self._group is not None and dist.is_initialized():
-            self._wait()  # for the vote of an unfinished pass
-            dist.destroy_process_group(self._group)
-        self._group = None
+        if self._ranks is not None:
+            self._ranks.close()
 
-    def _compare_lengths(self) -> None:
+    def _compare_lengths(self, ranks: ControlGroup) -> None:
         mine = _length_of(self.inner)
-        shortest, longest = self._extremes(-1 if mine is None else mine)
+        known = -1 if mine is None else mine
+        ranks.vote(known, -known)
+        longest, shortest = ranks.read_vote()
+        shortest = -shortest
         if shortest < 0:
             return
         self._length, self._left_out = shortest, (mine or 0) - shortest
@@ -102,35 +97,21 @@ class EvenLoader(AheadLoader):
             most = f"up to {number_of(longest - shortest, 'batch', 'batches')} per rank are left out"
             say("EvenEpochs: ranks have %d to %d batches; epochs end after %d, %s", shortest, longest, shortest, most)
 
-    def _extremes(self, number: int) -> tuple[int, int]:
-        # The minimum of the negated values is the maximum, so one call gives both.
-        both = torch.tensor([number, -number])
-        dist.all_reduce(both, dist.ReduceOp.MIN, group=self._group)
-        return int(both[0]), -int(both[1])
-
-    def _iterate_together(self, batches: Iterator[Any]) -> Iterator[Any]:
-        self._wait()  # for the vote of an unfinished pass
-        ahead = self._fetch(batches)
-        while self._wait():
+    def _iterate_together(self, ranks: ControlGroup, batches: Iterator[Any]) -> Iterator[Any]:
+        ranks.read_vote()  # of an unfinished pass
+        ahead = self._fetch(ranks, batches)
+        while not any(ranks.read_vote()):
             batch, state = ahead
-            ahead = self._fetch(batches)
+            ahead = self._fetch(ranks, batches)
             self._hand_out(state)
             yield batch
         self._left_out = int(ahead[0] is not _END)
 
-    def _fetch(self, batches: Iterator[Any]) -> tuple[Any, Any]:
-        """Fetch the next batch and the loader's state after it, and start the vote on whether all ranks have one."""
+    def _fetch(self, ranks: ControlGroup, batches: Iterator[Any]) -> tuple[Any, Any]:
+        """Fetch the next batch and the loader's state after it, and start the vote on whether a rank has none."""
         batch = next(batches, _END)
-        self._vote.fill_(batch is not _END)
-        self._work = dist.all_reduce(self._vote, dist.ReduceOp.MIN, group=self._group, async_op=True)
+        ranks.vote(batch is _END)
         return batch, self._state_now()
-
-    def _wait(self) -> bool:
-        """Wait for the last vote and return whether all ranks had a batch."""
-        work, self._work = self._work, None
-        if work is not None:
-            work.wait()
-        return bool(self._vote)
 
 
 class StatefulEvenLoader(StatefulAheadLoader, EvenLoader):

@@ -53,6 +53,9 @@ PRECISIONS: dict[str, Callable[[], Precision]] = {
     "bf16-mixed": lambda: MixedPrecision("bf16-mixed", "cpu"),
     "bf16-true": lambda: HalfPrecision("bf16-true"),
 }
+# float16 takes as much memory as bfloat16, in which more kernels run on a CPU.
+_AS_LARGE = {"16-mixed": "bf16-mixed", "16-true": "bf16-true"}
+PREDICTED_PRECISIONS = (*PRECISIONS, *_AS_LARGE)
 DEVICES = ("cpu", "cuda")
 _ASSUMED = "The code reads values from tensors (.item(), masks, NumPy), which were assumed."
 _RANGE = "They decide shapes: masks select nothing for the lower bound, and everything for the upper bound."
@@ -106,10 +109,10 @@ def predict_memory(
             changed nor copied in memory. A LightningModule brings its ``training_step`` and ``configure_optimizers``.
         batch: one batch of the loader; only shapes and dtypes matter.
         loss: (module, batch) → loss, instead of ``training_step``.
-        optimizer: parameters → optimizer, a :class:`~lightning_fasttrain.NamedOptimizer`, or the optimizer of an
+        optimizer: parameters → optimizer, a :class:`~lightning_fasttrain.optim.NamedOptimizer`, or the optimizer of an
             existing ``module``, which is not changed; instead of ``configure_optimizers``.
         techniques: the techniques, as for the Trainer.
-        precision: ``"32-true"``, ``"bf16-mixed"`` or ``"bf16-true"``, as in Lightning.
+        precision: ``"32-true"``, ``"bf16-mixed"``, ``"bf16-true"``, ``"16-mixed"`` or ``"16-true"``, as in Lightning.
         device: the device whose allocator and kernels are assumed, ``"cuda"`` or ``"cpu"``; neither is used.
         strategy: the strategy, as for the Trainer: ``"ddp"``, Lightning's ``DDPStrategy``, or one of ours; it is not
             changed. None predicts a single device.
@@ -182,7 +185,8 @@ def predict_strategies(
     Args:
         strategies: as ``strategy`` of :func:`predict_memory`; all other arguments are like there.
     """
-    one_of("precision", precision, tuple(PRECISIONS))
+    one_of("precision", precision, PREDICTED_PRECISIONS)
+    precision = _AS_LARGE.get(precision, precision)
     one_of("device", device, DEVICES)
     techniques = check_together(techniques)
     ranks = [OneRank(strategy, world, rank) for strategy in strategies]

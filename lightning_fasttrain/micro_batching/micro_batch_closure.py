@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_fasttrain.core.batch.leaves import batch_size, can_be_cut, pick_rows, split_batch
+from lightning_fasttrain.core.device import AsyncReading
 from lightning_fasttrain.core.distributed import is_sharded
 from lightning_fasttrain.core.host.lightning import (
     BackwardHooks,
@@ -55,7 +56,7 @@ from lightning_fasttrain.micro_batching.normalizer.split_rule import (
     OtherSplitError,
     match_log_rules,
 )
-from lightning_fasttrain.micro_batching.normalizer.step_weights import DeferredFlag, StepWeights
+from lightning_fasttrain.micro_batching.normalizer.step_weights import StepWeights
 from lightning_fasttrain.micro_batching.out_of_memory import (
     CollectivesWatch,
     FittingSearch,
@@ -137,7 +138,7 @@ class SplitSearch:
         self._trial_schedule = TrialSchedule()
         self._collectives = CollectivesWatch()
         self._log_looks = 0
-        self._differing: dict[str, DeferredFlag] = {}
+        self._differing: dict[str, AsyncReading] = {}
 
     def examine(self, batch: object, rest: list[Any]) -> None:
         """Search before a batch: the first shows how to split it, and later ones may show more."""
@@ -212,11 +213,11 @@ class SplitSearch:
         for name in logs.seen.keys() - self._differing.keys():
             differ = logs.compare_rules(name)
             if differ is not None:
-                self._differing[name] = DeferredFlag(differ)
+                self._differing[name] = AsyncReading(differ)
         differing: list[str] = []
         for name in logs.seen:
-            is_known = name in self._differing and self._differing[name].is_known
-            if is_known and self._differing.pop(name).read():
+            is_known = name in self._differing and self._differing[name].is_done
+            if is_known and self._differing.pop(name).wait():
                 differing.append(name)
         if differing:
             self._log_looks += 1

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 
 from lightning_fasttrain.core.checks import PositiveInt, check_arguments
+from lightning_fasttrain.core.distributed import ControlGroup, rank_here
 from lightning_fasttrain.core.host.lightning import replicates
 from lightning_fasttrain.core.messages import explain, list_some, say
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
@@ -33,9 +34,7 @@ class FittingSearch:
     """The search for a number of micro-batches by all processes of a run; this base class is for a single process."""
 
     def __init__(self, several: bool = False) -> None:
-        # Every process is a member, so every process must create it.
-        self._group: dist.ProcessGroup | None = dist.new_group(backend="gloo") if several else None
-        self.agree = Agreement(self._group)
+        self.agree = Agreement(ControlGroup.apart() if several else None)
         self._written: set[str] = set()  # parameters that the step itself writes
         self._batches = 0
 
@@ -65,9 +64,8 @@ class FittingSearch:
 
     def leave(self) -> None:
         """Destroy the process group at the end of the run."""
-        if self._group is not None:
-            with suppress(RuntimeError, ValueError):  # destroyed already, with the default process group
-                dist.destroy_process_group(self._group)
+        if self.agree.ranks is not None:
+            self.agree.ranks.close()
 
 
 class DDPFittingSearch(FittingSearch):
@@ -300,51 +298,37 @@ class Verdict:
 class Agreement:
     """Exchanges the outcome of an attempt, and returns the worst of all ranks.
 
-    One all-reduce of two integers between host processes, so the device is not synchronized. The group carries no other
-    collectives, so a message cannot be mistaken for part of another one. A rank that has exited is an error at once,
-    one that does not answer after the group's timeout.
-
     Args:
-        group: a gloo group for this purpose alone; None in a single process.
+        ranks: a group for this purpose alone; None in a single process.
 
     Example:
         >>> Agreement()(Outcome.TOO_LARGE, most=8)
         Verdict(outcome=<Outcome.TOO_LARGE: 1>, rank=0, most=8)
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self._group = group
-
-    @property
-    def has_others(self) -> bool:
-        """Whether there are several ranks."""
-        return self._group is not None
+    def __init__(self, ranks: ControlGroup | None = None) -> None:
+        self.ranks = ranks
 
     def __call__(self, outcome: Outcome, most: int) -> Verdict:
         """Raises: RuntimeError: a rank has exited or did not answer in time."""
-        if self._group is None:
+        if self.ranks is None:
             return Verdict(outcome, 0, most)
-        said, work = self._say(outcome, most)
+        # One maximum carries both: the worst outcome, and a rank that had it.
+        self.ranks.vote(outcome * _RANKS + rank_here(), most)
         try:
-            work.wait()
+            worst, most = self.ranks.read_vote()
         except RuntimeError as error:
             reason = f"{error}".partition("\n")[0].rstrip(".")
             way_out = "Look at the first error in the output of the other ranks"
             raise RuntimeError(explain("a rank has exited or did not answer in time", reason, way_out)) from error
-        worst, most = map(int, said.tolist())
         return Verdict(Outcome(worst // _RANKS), worst % _RANKS, most)
 
     def give_up(self) -> None:
         """Report an error of this rank alone to the others, with a short timeout."""
-        if self._group is not None:
-            _, work = self._say(Outcome.FAILED, 0)
+        if self.ranks is not None:
+            self.ranks.vote(Outcome.FAILED * _RANKS + rank_here())
             with suppress(RuntimeError):
-                work.wait(_HEARD_WITHIN)
-
-    def _say(self, outcome: Outcome, most: int) -> tuple[torch.Tensor, Any]:
-        # One maximum carries both: the worst outcome, and a rank that had it.
-        said = torch.tensor([outcome * _RANKS + dist.get_rank(), most], dtype=torch.int64, device="cpu")
-        return said, dist.all_reduce(said, dist.ReduceOp.MAX, group=self._group, async_op=True)
+                self.ranks.read_vote(_HEARD_WITHIN)
 
 
 Result = TypeVar("Result")
@@ -437,7 +421,7 @@ def split_until_it_fits(
             measures.pop(0)()
             n = 1
         else:
-            where = f" on rank {worst.rank}" if agree.has_others else ""
+            where = f" on rank {worst.rank}" if agree.ranks is not None else ""
             say("Out of memory with %d micro-batches%s: repeating the batch with %d", n, where, min(2 * n, worst.most))
             n = min(2 * n, worst.most)
 

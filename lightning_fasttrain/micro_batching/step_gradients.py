@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lightning_fasttrain.core.device import widest_float
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.micro_batching.normalizer.step_weights import StepWeights, refuse_mismatch
@@ -109,7 +110,7 @@ def scale_gradients_(
         own(ratio(numerator, denominator, strategy.root_device, torch.float32))
         return len(parameters)
     device = strategy.root_device if strategy is not None else parameters[0].device
-    return scale_(parameters, ratio(numerator, denominator, device, torch.float64))
+    return scale_(parameters, ratio(numerator, denominator, device, widest_float(device)))
 
 
 def own_scaling(strategy: Strategy | None) -> Callable[[Tensor], None] | None:
@@ -295,7 +296,7 @@ def add_gradients(
                     sums.finish()  # DDP's buckets have the parameters' dtype
                 backward(loss)
                 # Read while the device is busy with the backward.
-                if mismatch is not None and mismatch.read():
+                if mismatch is not None and mismatch.wait():
                     refuse_mismatch(is_shared=is_shared)
         del loss  # free the graph before the next micro-batch runs
     if gradients is not None and not gradients.closed:  # the last micro-batch's step returned None

@@ -3,7 +3,7 @@
 Activations that blocks save for the backward are recomputed or offloaded; blocks are compiled, or multiply in 8 bits.
 
 From the bottom up: ``kernels``, ``activation_offload``, ``activation_checkpointing``, ``compile``, ``memory_budget``,
-``tiled_forward``, ``tiled_mlp``.
+``tiled_mlp``.
 """
 
 from typing import TYPE_CHECKING

@@ -471,19 +471,19 @@ class ActivationOffload(Technique):
     Tensors saved outside of the blocks are not moved. Undone at teardown.
 
     Args:
-        min_mib: as for :func:`~lightning_fasttrain.offload_activations`.
-        in_flight_mib: as for :func:`~lightning_fasttrain.offload_activations`.
-        folder: as for :func:`~lightning_fasttrain.offload_activations`.
+        min_mib: as for :func:`~lightning_fasttrain.model.offload_activations`.
+        in_flight_mib: as for :func:`~lightning_fasttrain.model.offload_activations`.
+        folder: as for :func:`~lightning_fasttrain.model.offload_activations`.
         blocks: the modules that are blocks, as for :func:`~lightning_fasttrain.model.find_blocks`.
 
     Raises:
-        TypeError, ValueError: as for :func:`~lightning_fasttrain.offload_activations`.
+        TypeError, ValueError: as for :func:`~lightning_fasttrain.model.offload_activations`.
 
     Example:
         >>> offload = ActivationOffload(min_mib=4)
 
     Source:
-        See :func:`~lightning_fasttrain.offload_activations`.
+        See :func:`~lightning_fasttrain.model.offload_activations`.
     """
 
     surgery: ClassVar[Surgery | None] = Surgery.OFFLOAD
@@ -491,7 +491,7 @@ class ActivationOffload(Technique):
     when: ClassVar[str] = (
         "activations of long sequences do not fit, and recomputing them would cost more than moving them; not on a CPU"
     )
-    in_a_loop: ClassVar[str] = "with offload_activations(model): ..."
+    in_a_loop: ClassVar[str] = "with model.offload_activations(model): ..."
     worth_trying: ClassVar[tuple[Setting, ...]] = (Setting("offload", "activations", cost=1.4),)
     predicted: ClassVar[bool] = True
 

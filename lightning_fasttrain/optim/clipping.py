@@ -97,8 +97,9 @@ def _unit_norms(tensors: list[Tensor]) -> list[Tensor]:
     dtype = torch.float32
     if any(tensor.dtype is torch.float64 for tensor in tensors):
         dtype = torch.float64
-    vectors = [tensor for tensor in tensors if tensor.ndim < 2]
-    of_vectors = iter(torch._foreach_norm(vectors, 2, dtype) if vectors else ())
+    # Cast beforehand, since DTensor of torch 2.15 takes the argument `dtype` for a dimension.
+    vectors = [tensor.to(dtype) for tensor in tensors if tensor.ndim < 2]
+    of_vectors = iter(torch._foreach_norm(vectors) if vectors else ())
     norms: list[Tensor] = []
     for tensor in tensors:
         if tensor.ndim < 2:

@@ -74,7 +74,7 @@ class EagerGradientRelease(Technique):
 
     effect: ClassVar[str] = "no gradients in memory during the forward"
     when: ClassVar[str] = "gradients are a large share of the peak; no effect where they are accumulated over batches"
-    in_a_loop: ClassVar[str] = "release_gradients_(model.parameters())"
+    in_a_loop: ClassVar[str] = "optim.release_gradients_(model.parameters())"
     worth_trying: ClassVar[tuple[Setting, ...]] = (Setting("gradients", "released"),)
     predicted: ClassVar[bool] = True
 

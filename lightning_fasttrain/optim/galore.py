@@ -10,6 +10,7 @@ from torch.optim.optimizer import ParamsT
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_fasttrain.core.checks import check_arguments, one_of, positive_int
+from lightning_fasttrain.core.device import to_float64
 from lightning_fasttrain.core.messages import explain, say
 from lightning_fasttrain.core.modules.blocks import Blocks, find_blocks
 from lightning_fasttrain.core.modules.parameters import gradients_of, parameters_of_kinds
@@ -33,8 +34,8 @@ class GaLoreAdamW(ClosureOptimizer):
 
     Groups with a ``rank`` are projected, and all others are updated as by ``torch.optim.AdamW``, bit for bit;
     :func:`~lightning_fasttrain.optim.galore_groups` creates both. Otherwise it is a plain optimizer for schedulers,
-    clipping, accumulation, loss scalers, :func:`~lightning_fasttrain.optimize_in_backward_`. Its state consists of
-    tensors only, in the parameters' dtype, of a size known beforehand
+    clipping, accumulation, loss scalers and :func:`~lightning_fasttrain.optim.optimize_in_backward_`. Its state
+    consists of tensors only, in the parameters' dtype, of a size known beforehand
     (:func:`~lightning_fasttrain.optim.galore_state_bytes`), and resumes exactly. Under DDP each process computes the
     same P, from the common gradient.
 
@@ -209,10 +210,11 @@ def _leading_subspace(gradient: Tensor, rank: int, how: str, seed: int) -> Tenso
     wide = gradient.T if _is_tall(gradient) else gradient
     # Oversampled by 8, as Halko et al. advise 5 to 10.
     sketched = how == "sketched" and rank + 8 < wide.shape[0]
-    wide = wide.to(torch.promote_types(wide.dtype, torch.float32 if sketched else torch.float64), copy=True)
+    # In float64, since the product below squares the ratios of singular values, beyond the precision of float32.
+    wide = wide.to(torch.promote_types(wide.dtype, torch.float32)) if sketched else to_float64(wide)
     largest = torch.linalg.vector_norm(wide, float("inf"))
     # Otherwise squares of small values vanish.
-    wide.div_(largest.clamp_min_(torch.finfo(wide.dtype).tiny))
+    wide = wide / largest.clamp_min(torch.finfo(wide.dtype).tiny)
     try:
         basis = None
         if sketched:
@@ -224,16 +226,15 @@ def _leading_subspace(gradient: Tensor, rank: int, how: str, seed: int) -> Tenso
             for _ in range(2):
                 basis = torch.linalg.qr(wide @ (wide.T @ basis)).Q
             # Small enough for float64, with [rank + 8, n] values.
-            wide = (basis.T @ wide).double()
-        # In float64, since the product squares the ratios of singular values, beyond the precision of float32.
+            wide = to_float64(basis.T @ wide)
         vectors = torch.linalg.eigh(wide @ wide.T).eigenvectors[:, -rank:].flip(1)
     except torch.linalg.LinAlgError as error:
         what = f"the gradient of a parameter of shape {tuple(gradient.shape)} has no singular vectors"
         why = "it is not finite, or badly conditioned"
         raise RuntimeError(explain(what, why, "Check the loss for NaN, and clip the gradients")) from error
     if basis is not None:
-        vectors = basis @ vectors.to(basis.dtype)
-    return vectors.to(gradient.dtype).contiguous()
+        vectors = basis @ vectors.to(basis)
+    return vectors.to(gradient).contiguous()
 
 
 def _with_signs_of(previous: Tensor, found: Tensor) -> Tensor:

@@ -199,7 +199,7 @@ class OptimizerInBackward(Technique):
         >>> in_backward = OptimizerInBackward()
 
     Source:
-        See :func:`~lightning_fasttrain.optimize_in_backward_`.
+        See :func:`~lightning_fasttrain.optim.optimize_in_backward_`.
     """
 
     capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.UPDATES_IN_BACKWARD})
@@ -207,7 +207,7 @@ class OptimizerInBackward(Technique):
     when: ClassVar[str] = (
         "gradients are a large share of the peak, on one device; not with clipping by norm or gradient accumulation"
     )
-    in_a_loop: ClassVar[str] = "optimize_in_backward_(optimizer)"
+    in_a_loop: ClassVar[str] = "optim.optimize_in_backward_(optimizer)"
     worth_trying: ClassVar[tuple[Setting, ...]] = (Setting("gradients", "in backward"),)
     predicted: ClassVar[bool] = True
 

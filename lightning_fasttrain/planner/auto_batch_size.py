@@ -1,5 +1,6 @@
 """Find the largest micro-batch that fits before the first step, at the same global batch."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -12,13 +13,14 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_fasttrain.core.batch.leaves import batch_size
 from lightning_fasttrain.core.checks import PositiveFloat, PositiveInt, check_arguments
 from lightning_fasttrain.core.device import GIB, free_bytes
+from lightning_fasttrain.core.distributed import largest_over_ranks
 from lightning_fasttrain.core.host.lightning import accumulation_continues
 from lightning_fasttrain.core.messages import explain, first_line, format_bytes, number_of, say
 from lightning_fasttrain.loaders import BatchSizeWarmup, SequenceLengthWarmup
 from lightning_fasttrain.micro_batching import MicroBatching, TokenWeightedAccumulation
 from lightning_fasttrain.planner.auto import AddsTechniques, Auto
 from lightning_fasttrain.profiling.memory_meter import MemoryMeter
-from lightning_fasttrain.proof.rehearsal.context import fill_up, find_window, gather_answers, read_batches
+from lightning_fasttrain.proof.rehearsal.context import fill_up, find_window, read_batches
 from lightning_fasttrain.proof.rehearsal.rehearsal import Rehearsing, is_rehearsing
 from lightning_fasttrain.proof.rehearsal.run_copy import (
     RunCopy,
@@ -307,13 +309,13 @@ class AutoBatchSize(AddsTechniques):
         sample, _ = read_batches(trainer, window, self.seconds)
         batch = sample.first[0] if sample.largest is None else sample.largest
         # All ranks must go through the same numbers of micro-batches.
-        most = max(gather_answers(trainer, batch_size(batch)))
+        most = int(largest_over_ranks([batch_size(batch)])[0])
         trial = PartTrial(trainer, run, batch, most, self.steps, window)
         limit, possible = self._limit(trainer), possible_parts(most)
-        parts = max(gather_answers(trainer, _predict(trial, limit, possible)))
+        parts = int(largest_over_ranks([_predict(trial, limit, possible)])[0])
         while True:
             tried = trial.take_steps(parts)
-            peak = max(gather_answers(trainer, tried.peak_bytes))
+            peak = int(largest_over_ranks([tried.peak_bytes])[0])
             if tried.parts == parts and (self.memory_gib == "fit" or peak <= limit):
                 break
             say("AutoBatchSize: batches in %s do not fit", number_of(parts, "part"))
@@ -337,7 +339,7 @@ class AutoBatchSize(AddsTechniques):
         if not isinstance(self.memory_gib, str):
             return self.memory_gib * GIB
         free = free_bytes(trainer.strategy.root_device)
-        return min(gather_answers(trainer, float("inf") if free is None else float(free)))
+        return -largest_over_ranks([-math.inf if free is None else -free])[0]
 
 
 def _predict(trial: PartTrial, limit: float, possible: list[int]) -> int:

@@ -315,7 +315,7 @@ def find_axes(
     facts: Facts,
     keep: Exactness,
     precision: str | None,
-    fast_bf16: bool,
+    mixed: str | None,
     limit_gib: float | None = None,
 ) -> Axes:
     """Find the techniques that may be chosen for ``module``.
@@ -326,7 +326,7 @@ def find_axes(
         facts: facts about the machine and the Trainer.
         keep: the least exact class of techniques that is allowed.
         precision: the precision to keep; None if it may be chosen.
-        fast_bf16: whether the device multiplies bfloat16 fast.
+        mixed: the mixed precision in which the device multiplies faster; None if there is none.
         limit_gib: memory limit of budgets, which recompute single blocks; None if there are none.
     """
     facts = add_model(facts, module)
@@ -347,7 +347,7 @@ def find_axes(
         axes.words["recompute"].insert(-1, Budget.within(limit_gib))
     axes.words["precision"] = [precision or "32-true"]
     if precision is None:
-        _add_precision(axes, keep, fast_bf16)
+        _add_precision(axes, keep, mixed)
     return axes
 
 
@@ -367,13 +367,13 @@ def _why_left_out(module: L.LightningModule, switch: Switch, facts: Facts, keep:
     return why
 
 
-def _add_precision(axes: Axes, keep: Exactness, fast_bf16: bool) -> None:
-    if keep is Exactness.EXACT:
-        axes.left_out["bf16-mixed"] = "it rounds, and keep='exact'"
-    elif not fast_bf16:
+def _add_precision(axes: Axes, keep: Exactness, mixed: str | None) -> None:
+    if mixed is None:
         axes.left_out["bf16-mixed"] = "this device does not multiply bfloat16 faster"
+    elif keep is Exactness.EXACT:
+        axes.left_out[mixed] = "it rounds, and keep='exact'"
     else:
-        axes.words["precision"].append("bf16-mixed")
+        axes.words["precision"].append(mixed)
 
 
 def _find_parts(module: nn.Module, batch: object, keep: Exactness) -> tuple[list[int], str]:

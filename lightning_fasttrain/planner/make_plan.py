@@ -18,10 +18,10 @@ from torch.utils.data import DataLoader
 
 from lightning_fasttrain.core.batch.padding_share import BATCHES, measure_padding
 from lightning_fasttrain.core.checks import PositiveFloat, PositiveInt, check_arguments, one_of
-from lightning_fasttrain.core.device import GIB, bf16_units, free_bytes
+from lightning_fasttrain.core.device import GIB, fast_mixed_precision, free_bytes
 from lightning_fasttrain.core.host.lightning import configured_optimizers
 from lightning_fasttrain.core.messages import explain, format_bytes
-from lightning_fasttrain.memory.predict_memory import DEVICES, PRECISIONS
+from lightning_fasttrain.memory.predict_memory import DEVICES, PREDICTED_PRECISIONS
 from lightning_fasttrain.optim import build_optimizer, optimizer_state_bytes
 from lightning_fasttrain.planner.candidates import (
     Choice,
@@ -85,7 +85,8 @@ def make_plan(
             and QLoRA; and what an optimizer in 8 bits would save is in the notes, since the optimizer is yours).
         loss: (module, batch) → loss, for a module without ``training_step``.
         optimizer: parameters → optimizer, for a module without ``configure_optimizers``.
-        precision: the precision to keep; None: "32-true", or "bf16-mixed" if that is faster and ``keep`` allows it.
+        precision: the precision to keep; None: "32-true", or the mixed one in which the device multiplies faster, if
+            ``keep`` allows it.
         device: ``"cuda"`` or ``"cpu"``; by default that of this machine. For a device that this machine does not have,
             times are assumed, and only memory is predicted.
         steps: number of steps of the coming run, which share the time of compilation.
@@ -127,18 +128,18 @@ def make_plan(
     began = time.monotonic()
     keep_class = Exactness(one_of("keep", keep, tuple(each.value for each in Exactness)))
     if precision is not None:
-        one_of("precision", precision, tuple(PRECISIONS))
+        one_of("precision", precision, PREDICTED_PRECISIONS)
     here = "cuda" if torch.cuda.is_available() else "cpu"
     device = here if device is None else one_of("device", device, DEVICES)
     limit_gib = _limit(memory_gib, device, here)
     plain = as_lightning_module(module, loss, optimizer)
     facts = _facts(device, devices, settings)
-    fast_bf16 = device == "cuda" or bool(bf16_units())
+    mixed = fast_mixed_precision(torch.device(device))
     tell("looking at the model")
     usable = limit_gib * GIB * (_ROOM if device == "cuda" else 1.0)
     # On several devices, the memory left for activations depends on the strategy.
     budget_gib = usable / GIB if devices == 1 else None
-    axes = find_axes(plain, batch, facts, keep_class, precision, fast_bf16, budget_gib)
+    axes = find_axes(plain, batch, facts, keep_class, precision, mixed, budget_gib)
     memory = PredictedMemory(plain, batch, device, axes.parts, usable)
     watch = None
     if device == here:

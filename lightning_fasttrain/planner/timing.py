@@ -9,19 +9,18 @@ from typing import Any
 import lightning as L
 import torch
 
-from lightning_fasttrain.core.device import device_clock, dtype_of, peak_flops
+from lightning_fasttrain.core.device import dtype_of, peak_flops
 from lightning_fasttrain.memory import count_flops
 from lightning_fasttrain.micro_batching import MicroBatching
 from lightning_fasttrain.micro_batching.padding.trim_search import TrimSearch
 from lightning_fasttrain.planner.candidates import Budget, Choice, switch_of
-from lightning_fasttrain.proof.verification.short_run import EnoughError, PeakObserver, Steps, run_steps
+from lightning_fasttrain.proof.verification.short_run import FEWEST_TIMED, MOST_TIMED, StepClock, Steps, run_steps
 
 PER_PART = 0.01  # share of a step for each micro-batch, until it is measured
 _BF16 = 0.5
 _WARMUP, _TO_PLAN = 1, 8  # steps that come before: a memory budget measures two, and then checks its plans
 _RUNS, _START_S = 2, 0.5  # a run's Trainer and copy of the model take about this long
 _COMPILE_MS = 30e3  # until it is measured
-_LEAST, _MOST, _SECONDS = 2, 12, 0.5  # steps that are timed: as many as that takes, between the two
 
 # Of Student's t distribution, by degrees of freedom from 1: 97.5% of it lies below.
 _T = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179)
@@ -130,48 +129,21 @@ class Stopwatch:
         warmup = _TO_PLAN if choice.has_budget else _WARMUP
         watch = _Watch(warmup, peak)
         # The same batch each time, so that the list takes no memory.
-        batches = [self.batch] * (warmup + _MOST + peak)
+        batches = [self.batch] * (warmup + MOST_TIMED + peak)
         run_steps(Steps(self.module, batches, settings), choice.techniques(), watch)
-        return Timed(watch.times[warmup:], watch.times[0], watch.peak_bytes, watch.trimming)
+        return Timed(watch.timed, watch.times[0], watch.peak_bytes, watch.trimming)
 
 
-class _Watch(PeakObserver):
-    """Records when steps end. A step begins where the previous one ended, so that data loading counts."""
+class _Watch(StepClock):
+    """Times steps, and notes how much padding was cut off."""
 
-    def __init__(self, warmup: int, peak: bool) -> None:
-        self.warmup, self.peak = warmup, peak
-        self.times: list[float] = []
-        self.since = 0.0
-        self.trimming: TrimSearch | None = None
+    trimming: TrimSearch | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         for callback in trainer.callbacks:
             if isinstance(callback, MicroBatching):
                 self.trimming = callback.trimming
-        self.since = device_clock(pl_module.device)
-
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
-    ) -> None:
-        if self._has_enough():
-            # Only when all times are there: measuring memory slows a step down.
-            self.begin_measuring(pl_module.device, pl_module, trainer.optimizers, batch)
-
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
-    ) -> None:
-        now = device_clock(pl_module.device)
-        if self._meter is not None:
-            self.end_measuring()
-            raise EnoughError
-        self.times.append(1e3 * (now - self.since))
-        self.since = now
-        if self._has_enough() and not self.peak:
-            raise EnoughError
-
-    def _has_enough(self) -> bool:
-        timed = self.times[self.warmup :]
-        return len(timed) >= _LEAST and (sum(timed) >= 1e3 * _SECONDS or len(timed) >= _MOST)
+        super().on_train_start(trainer, pl_module)
 
 
 @dataclass
@@ -220,7 +192,7 @@ class Costs:
 
     def least_to_measure_s(self) -> float:
         """Return about how long the fewest useful measurements take: of the plain step, and of the best choice."""
-        return _RUNS * (_START_S + (_WARMUP + _LEAST) * self.whole / 1e3)
+        return _RUNS * (_START_S + (_WARMUP + FEWEST_TIMED) * self.whole / 1e3)
 
     def factor(self, choice: Choice) -> float:
         """Return the product of the factors of all techniques of a choice."""

@@ -19,7 +19,7 @@ from lightning_fasttrain.core.messages import Report, ReportTable, describe_erro
 from lightning_fasttrain.core.modules.parameters import count_parameters
 from lightning_fasttrain.memory.fake_step import Factory, fake_model
 from lightning_fasttrain.memory.memory_report import MemoryReport
-from lightning_fasttrain.memory.predict_memory import PRECISIONS, Loss, predict_memory
+from lightning_fasttrain.memory.predict_memory import PREDICTED_PRECISIONS, Loss, predict_memory
 from lightning_fasttrain.micro_batching import MicroBatching
 from lightning_fasttrain.model import LowPrecisionProducts
 from lightning_fasttrain.model.kernels.low_precision_products import usual_kind
@@ -115,7 +115,7 @@ def find_setup(
     if techniques is None:
         techniques = _list_techniques(module, trainer)
     if trainer is None:
-        one_of("precision", precision, tuple(PRECISIONS))
+        one_of("precision", precision, PREDICTED_PRECISIONS)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         return TrainingSetup(module, None, check_together(techniques), precision, device)
     # The strategy too may conflict with techniques.

@@ -1,7 +1,7 @@
 """Measure a run: time and throughput of its steps, its memory over time, and the noise of its gradients.
 
-From the bottom up: ``memory_record``, ``memory_meter``, ``memory_recording``, ``memory_timeline``,
-``gradient_noise_scale``, ``step_meter``.
+From the bottom up: ``memory_record``, ``memory_meter``, ``memory_timeline``, ``gradient_noise_scale``,
+``step_meter``.
 """
 
 from typing import TYPE_CHECKING
@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from lightning_fasttrain.profiling.gradient_noise_scale import GradientNoiseScale, NoiseScale, split_gradient_noise
     from lightning_fasttrain.profiling.memory_meter import MemoryMeter
     from lightning_fasttrain.profiling.memory_record import MemoryRecord, draw_memory, save_memory_record
-    from lightning_fasttrain.profiling.memory_recording import MemoryRecording
-    from lightning_fasttrain.profiling.memory_timeline import MemoryTimeline
+    from lightning_fasttrain.profiling.memory_timeline import MemoryRecording, MemoryTimeline
     from lightning_fasttrain.profiling.step_meter import StepMeter, StepTimer, compare_ranks
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""GradientNoiseScale: measure the noise of gradients, and the batch size up to which more samples pay."""
+"""Measure the noise of gradients, and the batch size up to which more samples pay."""
 
 import functools
 import math
@@ -11,6 +11,7 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
 
 from lightning_fasttrain.core.batch import count_batch, loss_in
@@ -20,7 +21,7 @@ from lightning_fasttrain.core.distributed import rank_count
 from lightning_fasttrain.core.host.lightning import accumulation_continues, is_time_to_log, log_to_all, replicates
 from lightning_fasttrain.core.messages import explain, number_of
 from lightning_fasttrain.core.modules.parameters import trained_parameters, values_of
-from lightning_fasttrain.core.modules.wrapped_forward import Undo
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.technique import Capability, Conflict, Technique
 
 
@@ -121,23 +122,19 @@ class NoiseScale:
         self._averages: Tensor | None = None  # of |G|² and tr(Σ); both begin at 0, which cancels in their ratio
         self._parts: list[_Part] | None = None  # None outside of a measured step
         self._parameters: list[nn.Parameter] = []
-        self._several: set[int] = set()  # parameters with several contributions in one backward
+        self._is_divided = False  # whether a backward reached a parameter twice, as with reentrant checkpoints
         self._unknown = False
         self._hooks: list[Any] = []
 
     @property
     def samples(self) -> float | None:
         """The noise scale in samples; infinity while noise hides the gradient, None before anything was measured."""
-        if not self.measured or self._averages is None:
-            return None
-        return divide_noise(*self.averages().wait())
+        return _read_samples(self.state_dict())
 
     @property
     def tokens(self) -> float | None:
         """The noise scale in tokens, for the tokens of a sample in the last measured step; None without tokens."""
-        if not self.samples or not self.tokens_per_sample:
-            return None
-        return self.samples * self.tokens_per_sample
+        return _read_tokens(self.state_dict())
 
     def averages(self) -> AsyncReading:
         """Begin to read the moving averages of |G|² and tr(Σ), without waiting for the device."""
@@ -170,24 +167,21 @@ class NoiseScale:
         self.finish()
 
     def begin(self) -> None:
-        """Measure the backwards from now on."""
+        """Start to measure; the backwards that follow belong to one step."""
         self.stop()
-        self._parts, self._unknown = [], False
+        self._parts, self._unknown, self._is_divided = [], False, False
         self._parameters = trained_parameters(self.model)
-        with torch.enable_grad():
-            for index, parameter in enumerate(self._parameters):
-                # Not a hook of the tensor, which torch.autograd.grad would call too.
-                node: Any = parameter.expand_as(parameter).grad_fn
-                accumulate = node.next_functions[0][0]
-                hook = accumulate.register_prehook(functools.partial(self._note, index))
-                self._hooks.append((hook, accumulate))  # autograd itself holds the node weakly
+        for index, parameter in enumerate(self._parameters):
+            # Not a hook of the tensor, which torch.autograd.grad would call too.
+            accumulate = get_gradient_edge(parameter).node
+            hook = accumulate.register_prehook(functools.partial(self._note, index))
+            self._hooks.append((hook, accumulate))  # autograd itself holds the node weakly
 
     def stop(self) -> None:
-        """Stop without a result."""
+        """Stop measuring, without a result."""
         for hook, _ in self._hooks:
             hook.remove()
         self._hooks, self._parts, self._parameters = [], None, []
-        self._several = set()
 
     def finish(self, samples: int | None = None) -> None:
         """Add the measured step to the averages; all ranks must call it. The host does not wait for the device.
@@ -196,35 +190,34 @@ class NoiseScale:
             samples: samples of the step on this rank; a step whose parts have another number is left out.
         """
         parts = [part for part in self._parts or [] if part.norms]
-        parameters, several, unknown = self._parameters, self._several, self._unknown
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         self.stop()
-        if unknown:
+        if self._unknown:
             why = "its loss is not that of a watched step, so its weight in the step is unknown"
             raise RuntimeError(explain("a backward in measure()", why, "Use step = noise.watch(step)"))
-        gradients: list[Tensor] = []
-        for index, parameter in enumerate(parameters):
-            if index not in several and parameter.grad is not None:
-                gradients.append(parameter.grad)
         # The conditions are the same on all ranks, since each takes part in the sum below.
         if not gradients or (rank_count() == 1 and len(parts) < 2):
             return
         device = gradients[0].device
-        sums = self._sum_parts(parts, several, device, samples)
+        sums = self._sum_parts(parts, device, samples)
         if rank_count() > 1:
             dist.all_reduce(sums)
+        if self._is_divided:  # the norm of a sum is unknown from those of its terms
+            return
         whole = torch.stack([_squared_norm(gradient).to(device) for gradient in gradients]).sum()
         self._add(torch.stack(_solve(sums, whole.to(sums))))
 
-    def _sum_parts(self, parts: list[_Part], several: set[int], device: torch.device, samples: int | None) -> Tensor:
+    def _sum_parts(self, parts: list[_Part], device: torch.device, samples: int | None) -> Tensor:
         counted = sum(part.samples for part in parts)
-        if not counted or (samples is not None and counted != samples):
-            # A whole that is no number leaves the step out, on all ranks.
-            return torch.full((3,), 0.0 if samples in (None, 0) else math.nan, device=device)
+        if not counted and not samples:
+            return torch.zeros(3, device=device)
+        if samples is not None and counted != samples:
+            # NaN leaves the step out, on all ranks.
+            return torch.full((3,), math.nan, device=device)
         self.tokens_per_sample = sum(part.tokens for part in parts) / counted
         norms: list[Tensor] = []
         for part in parts:
-            own = [norm for index, norm in part.norms.items() if index not in several]
-            total = torch.stack(own).sum() if own else torch.zeros((), device=device)
+            total = torch.stack(list(part.norms.values())).sum()
             # A micro-batch without targets has the weight 0, and no gradient.
             norms.append(torch.where(part.weight == 0, 0.0, total / part.weight.to(total) ** 2))
         # Filled in by kernels: a copy from the host would wait for the device.
@@ -251,7 +244,7 @@ class NoiseScale:
             return
         norms = self._parts[-1].norms
         if index in norms:
-            self._several.add(index)
+            self._is_divided = True
         norms[index] = _squared_norm(gradients[0])
 
     def state_dict(self) -> dict[str, Any]:
@@ -275,13 +268,23 @@ def divide_noise(signal: float, noise: float) -> float:
     return math.inf
 
 
+def _read_samples(state: Mapping[str, Any]) -> float | None:
+    if not state.get("measured"):
+        return None
+    return divide_noise(state["signal"], state["noise"])
+
+
+def _read_tokens(state: Mapping[str, Any]) -> float | None:
+    samples = _read_samples(state)
+    if not samples or not state["tokens_per_sample"]:
+        return None
+    return samples * state["tokens_per_sample"]
+
+
 def _squared_norm(tensor: Tensor) -> Tensor:
     """Return the squared norm, in at least float32: differences of norms need more digits than bfloat16 has."""
     values = values_of(tensor.detach())
     return torch.linalg.vector_norm(values, dtype=torch.promote_types(values.dtype, torch.float32)) ** 2
-
-
-_ONE_GRADIENT = "each step has the gradient of one batch on one rank, and noise shows between several of them"
 
 
 class GradientNoiseScale(Technique):
@@ -328,24 +331,19 @@ class GradientNoiseScale(Technique):
         self._state: dict[str, Any] | None = None
         self._noise: NoiseScale | None = None
         self._logged: AsyncReading | None = None
+        self._unwatch: Undo | None = None  # while a step is measured
         self._in_step = False
         self._samples = 0
 
     @property
     def samples(self) -> float | None:
         """The noise scale in samples; None before anything was measured."""
-        state = self.state_dict()
-        if not state.get("measured"):
-            return None
-        return divide_noise(state["signal"], state["noise"])
+        return _read_samples(self.state_dict())
 
     @property
     def tokens(self) -> float | None:
         """The noise scale in tokens; None where nothing was measured, or batches hold no token ids."""
-        per_sample = self.state_dict().get("tokens_per_sample")
-        if not self.samples or not per_sample:
-            return None
-        return self.samples * per_sample
+        return _read_tokens(self.state_dict())
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
         if trainer.state.fn != "fit":
@@ -357,7 +355,7 @@ class GradientNoiseScale(Technique):
 
         def undo() -> None:
             self._state = self.state_dict()
-            self._leave(pl_module)
+            self._leave()
             self._noise = None
 
         return undo
@@ -371,16 +369,16 @@ class GradientNoiseScale(Technique):
             self._samples = 0
             self._noise.begin()
             # Only in measured steps, and around what other techniques have made of it.
-            vars(pl_module)["training_step"] = _WatchedStep(self._noise, pl_module)
+            self._unwatch = patch(pl_module, "training_step", self._noise.watch(pl_module.training_step))
         self._in_step = True
         self._samples += max(count_batch(batch)[0], 1)
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         """Hook: the gradient of the step is complete, and not yet clipped."""
-        if isinstance(vars(pl_module).get("training_step"), _WatchedStep):
+        if self._unwatch is not None:
             assert self._noise is not None
             self._noise.finish(self._samples)
-            self._leave(pl_module)
+            self._leave()
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
@@ -389,37 +387,37 @@ class GradientNoiseScale(Technique):
         if accumulation_continues(trainer):
             return
         self._in_step = False
-        self._leave(pl_module)
-        if trainer.loggers and is_time_to_log(trainer):
+        self._leave()
+        assert self._noise is not None
+        if self._noise.measured and trainer.loggers and is_time_to_log(trainer):
             self._log(trainer)
 
     def _log(self, trainer: L.Trainer) -> None:
         """Log what was read since the last time, and begin to read again."""
         assert self._noise is not None
-        reading, self._logged = self._logged, None
-        if self._noise.measured:
-            self._logged = self._noise.averages()
-        # On the CPU values are there at once.
-        if self._logged is not None and self._logged.is_done:
+        reading, self._logged = self._logged, self._noise.averages()
+        if self._logged.is_done:  # on the CPU values are there at once
             reading = self._logged
-        if reading is not None:
-            samples = divide_noise(*reading.wait())
-            found = {"gradient_noise_scale/samples": samples}
-            if self._noise.tokens_per_sample:
-                found["gradient_noise_scale/tokens"] = samples * self._noise.tokens_per_sample
-            log_to_all(trainer, found)
+        if reading is None:
+            return
+        samples = divide_noise(*reading.wait())
+        found = {"gradient_noise_scale/samples": samples}
+        if self._noise.tokens_per_sample:
+            found["gradient_noise_scale/tokens"] = samples * self._noise.tokens_per_sample
+        log_to_all(trainer, found)
 
-    def _leave(self, module: L.LightningModule) -> None:
-        """End a measured step, also one that failed."""
+    def _leave(self) -> None:
+        """End a measured step, including one that failed."""
         if self._noise is not None:
             self._noise.stop()
-        step = vars(module).get("training_step")
-        if isinstance(step, _WatchedStep):
-            step.remove()
+        unwatch, self._unwatch = self._unwatch, None
+        if unwatch is not None:
+            unwatch()
 
     def outcome(self, model: nn.Module) -> str:
         if self.samples is None:
-            return f"nothing was measured: {_ONE_GRADIENT}"
+            why = "each step has the gradient of one batch on one rank, and noise shows between several of them"
+            return f"nothing was measured: {why}"
         tokens = f", {self.tokens:,.0f} tokens" if self.tokens else ""
         measured = number_of(self.state_dict()["measured"], "step")
         return f"critical batch size about {self.samples:,.0f} samples{tokens} (from {measured})"
@@ -435,44 +433,16 @@ class GradientNoiseScale(Technique):
             self._noise.load_state_dict(self._state)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_noise": None, "_logged": None, "_state": self.state_dict()}
-
-
-class _WatchedStep:
-    """Replaces ``training_step`` on a module for a measured step."""
-
-    def __init__(self, noise: NoiseScale, module: L.LightningModule) -> None:
-        self.module, self.previous = module, vars(module).get("training_step")
-        # Lightning reads the signature of the function underneath.
-        self.__wrapped__ = module.training_step
-        self._watched = noise.watch(module.training_step)
-
-    def __call__(self, *args: object, **kwargs: object) -> Any:
-        return self._watched(*args, **kwargs)
-
-    def remove(self) -> None:
-        """Restore what was there before, unless another technique has removed it already."""
-        if self.previous is None:
-            del self.module.training_step
-        else:
-            self.module.training_step = self.previous  # type: ignore[method-assign]
+        own = {"_noise": None, "_logged": None, "_unwatch": None, "_state": self.state_dict()}
+        return {**super().__getstate__(), **own}
 
 
 def _refuse_settings(trainer: L.Trainer, module: L.LightningModule) -> None:
-    unfit = [
-        (
-            not module.automatic_optimization,
-            "automatic_optimization=False",
-            "the module runs its backwards itself, and there may be several losses",
-            "Use `with profiling.NoiseScale(self).measure()` around the backwards of a step",
-        ),
-        (
-            not replicates(trainer.strategy),
-            type(trainer.strategy).__name__,
-            "parameters are sharded, so that no rank has the gradient of its own samples",
-            "Measure under DDP or on one device",
-        ),
-    ]
-    for is_so, what, why, way_out in unfit:
-        if is_so:
-            raise ValueError(explain(f"GradientNoiseScale with {what}", why, way_out))
+    if not module.automatic_optimization:
+        why = "the module runs its backwards itself, and there may be several losses"
+        way_out = "Use `with profiling.NoiseScale(self).measure()` around the backwards of a step"
+        raise ValueError(explain("GradientNoiseScale with automatic_optimization=False", why, way_out))
+    if not replicates(trainer.strategy):
+        why = "parameters are sharded, so that no rank has the gradient of its own samples"
+        what = f"GradientNoiseScale with {type(trainer.strategy).__name__}"
+        raise ValueError(explain(what, why, "Measure under DDP or on one device"))

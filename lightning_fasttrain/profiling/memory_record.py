@@ -4,7 +4,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property, reduce
 from html import escape
 from importlib.resources import files
@@ -105,9 +105,6 @@ class MemoryRecord(Report):
     @cached_property
     def points(self) -> list[Point]:
         """Memory after each change; the first point is the memory that existed before."""
-        return list(self._points())
-
-    def _points(self) -> Iterator[Point]:
         now = dict.fromkeys(CATEGORIES, 0)
         changes: list[tuple[float, int, Allocation]] = []
         for allocation in self.allocations:
@@ -117,11 +114,12 @@ class MemoryRecord(Report):
                 changes.append((allocation.begin_ms, allocation.nbytes, allocation))
             if allocation.end_ms < inf:
                 changes.append((allocation.end_ms, -allocation.nbytes, allocation))
-        yield Point(0.0, tuple(now.values()), None)
+        points = [Point(0.0, tuple(now.values()), None)]
         # Ordered by time; at equal times frees come first, so that no peak is invented. Allocations cannot be compared.
         for ms, nbytes, allocation in sorted(changes, key=lambda change: change[:2]):
             now[allocation.category] += nbytes
-            yield Point(ms, tuple(now.values()), allocation)
+            points.append(Point(ms, tuple(now.values()), allocation))
+        return points
 
     @cached_property
     def peak(self) -> Point:
@@ -182,8 +180,7 @@ class MemoryRecord(Report):
         columns = [column.name for column in fields(Allocation)]
         rows = []
         for a in self.allocations:
-            row = {column: getattr(a, column) for column in columns}
-            row["end_ms"] = None if a.end_ms == inf else a.end_ms  # JSON cannot represent infinity
+            row = asdict(a) | {"end_ms": None if a.end_ms == inf else a.end_ms}  # JSON cannot represent infinity
             rows.append(list(row.values()))
         sums = {"peak_bytes": self.peak_bytes, "at_peak": self.at_peak, "peaks": self.peaks}
         climb = None if self.climb is None else {"module": self.climb.module, "op": self.climb.op}
@@ -219,15 +216,19 @@ class MemoryRecord(Report):
         module = f" of {self.climb.module}" if self.climb.module else ""
         return f"at {self.peak.ms:.1f} ms, in {self.climb.op or 'Python'}{module}"
 
+    def list_categories(self) -> Iterator[tuple[str, int, float, int, Holder | None]]:
+        """Yield for each category its bytes at the peak, their share, its own peak, and its largest holder."""
+        for name, nbytes in self.at_peak.items():
+            holders = self.holders(name)
+            yield name, nbytes, nbytes / (self.peak_bytes or 1), self.peaks[name], holders[0] if holders else None
+
     def as_table(self) -> ReportTable:
-        """Build the table of the categories: at the peak, and each at its own."""
         title = f"Peak memory {format_bytes(self.peak_bytes)} on {self.device}, {self.where}"
         numbers = dict.fromkeys(("at the peak", "share", "own peak"), "number")
         table = ReportTable(title, {"category": "name", **numbers, "largest holder at the peak": "name"})
-        for name, nbytes in self.at_peak.items():
-            share, holders = nbytes / (self.peak_bytes or 1), self.holders(name)
-            largest = f"{holders[0].name}  {format_bytes(holders[0].nbytes)}" if holders else ""
-            table.add(name, format_bytes(nbytes), f"{share:.0%}", format_bytes(self.peaks[name]), largest)
+        for name, nbytes, share, own_peak, holder in self.list_categories():
+            largest = f"{holder.name}  {format_bytes(holder.nbytes)}" if holder is not None else ""
+            table.add(name, format_bytes(nbytes), f"{share:.0%}", format_bytes(own_peak), largest)
         return table
 
 
@@ -263,7 +264,14 @@ def memory_page(record: MemoryRecord) -> str:
         "points": points,
     }
     colours = [f"--c{i}: {colour};" for i, colour in enumerate(COLOURS.values())]
-    rows = [_row(record, i, category) for i, category in enumerate(CATEGORIES)]
+    rows = []
+    for i, (category, nbytes, share, own_peak, holder) in enumerate(record.list_categories()):
+        largest = f"<code>{escape(holder.name)}</code> {format_bytes(holder.nbytes)}" if holder is not None else ""
+        rows.append(
+            f'<tr><td><i style="background: var(--c{i})"></i>{category}</td><td>{format_bytes(nbytes)}</td>'
+            f'<td><span class="bar" style="width: {share * 4:.2f}em; background: var(--c{i})"></span>{share:.0%}</td>'
+            f"<td>{format_bytes(own_peak)}</td><td>{largest}</td></tr>"
+        )
     parts = {
         "colours": " ".join(colours),
         "rows": "\n".join(rows),
@@ -285,19 +293,7 @@ def _fill(template: str, parts: Mapping[str, str]) -> str:
     return reduce(lambda text, part: text.replace(f"%{part[0]}%", part[1]), parts.items(), text)
 
 
-def _row(record: MemoryRecord, i: int, category: str) -> str:
-    nbytes, holders = record.at_peak[category], record.holders(category)
-    share = nbytes / (record.peak_bytes or 1)
-    largest = f"<code>{escape(holders[0].name)}</code> {format_bytes(holders[0].nbytes)}" if holders else ""
-    return (
-        f'<tr><td><i style="background: var(--c{i})"></i>{category}</td><td>{format_bytes(nbytes)}</td>'
-        f'<td><span class="bar" style="width: {share * 4:.2f}em; background: var(--c{i})"></span>{share:.0%}</td>'
-        f"<td>{format_bytes(record.peaks[category])}</td><td>{largest}</td></tr>"
-    )
-
-
 KINDS = ("html", "json", "png", "txt")
-INK, FAINT = "#22252b", "#70757f"
 
 
 @check_arguments
@@ -369,36 +365,24 @@ def draw_memory(record: MemoryRecord) -> "Figure":
     for i in range(len(COLOURS)):
         layer = [point.nbytes[i] / size for point in points]
         layers.append([*layer, layer[-1]])  # the last value lasts until the end
-    figure = Figure(figsize=(10, 5.2), layout="constrained", facecolor="#fcfcfa")
-    axes = figure.add_subplot(facecolor="#fcfcfa")
+    figure = Figure(figsize=(10, 5.2), layout="constrained")
+    axes = figure.add_subplot()
     # Drawn as steps: memory is constant until it changes.
     axes.stackplot(ms, *layers, labels=COLOURS, colors=list(COLOURS.values()), step="post", linewidth=0)
-    peak = record.peak.ms, record.peak_bytes / size
-    # 12% of space above the peak, for the labels.
-    axes.vlines(record.steps_ms, 0, peak[1] * 1.12, color="#c9c9c2", linewidth=0.8, zorder=0)
+    peak = record.peak_bytes / size
+    top = peak * 1.12  # space above the peak, for the labels
     for i, at in enumerate(record.steps_ms):
-        axes.annotate(
-            f"step {i + 1}", (at, peak[1] * 1.12), (4, -9), textcoords="offset points", fontsize=9, color=FAINT
-        )
-    axes.plot(*peak, "o", color=INK, markersize=5, markeredgecolor="white", clip_on=False)
-    offset, alignment = (-8, "right") if record.peak.ms > 0.7 * record.end_ms else (8, "left")
-    axes.annotate(
-        f"peak {format_bytes(record.peak_bytes)}",
-        peak,
-        (offset, 5),
-        textcoords="offset points",
-        horizontalalignment=alignment,
-        fontweight="bold",
-        color=INK,
-    )
+        axes.axvline(at, color="lightgray", linewidth=0.8, zorder=0)
+        axes.text(at, top, f" step {i + 1}", verticalalignment="top", color="gray")
+    axes.plot(record.peak.ms, peak, "o", color="black", markersize=5, clip_on=False)
+    side = "right" if record.peak.ms > 0.7 * record.end_ms else "left"
+    label = f" peak {format_bytes(record.peak_bytes)} "
+    axes.text(record.peak.ms, peak, label, horizontalalignment=side, verticalalignment="bottom", fontweight="bold")
     if record.failed_ms is not None:
-        axes.axvline(record.failed_ms, color=INK, linestyle=":")
-        axes.annotate("out of memory ", (record.failed_ms, peak[1] * 1.06), horizontalalignment="right", color=INK)
-    axes.set(xlim=(0, record.end_ms or 1), ylim=(0, peak[1] * 1.12 or 1), xlabel="ms", ylabel=unit)
-    axes.set_title(f"Peak memory on {record.device}, {record.where}", loc="left", fontsize=11, color=INK, pad=34)
-    axes.grid(axis="y", color="#e2e2dc", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(length=0, labelcolor=FAINT)
-    axes.legend(loc="lower left", bbox_to_anchor=(-0.01, 1), ncols=6, frameon=False, handlelength=1, handleheight=1)
+        axes.axvline(record.failed_ms, color="black", linestyle=":")
+        axes.text(record.failed_ms, peak * 1.06, "out of memory ", horizontalalignment="right")
+    axes.set(xlim=(0, record.end_ms or 1), ylim=(0, top or 1), xlabel="ms", ylabel=unit)
+    axes.set_title(f"Peak memory on {record.device}, {record.where}", loc="left", fontsize=11, pad=34)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="lower left", bbox_to_anchor=(-0.01, 1), ncols=6, frameon=False)
     return figure

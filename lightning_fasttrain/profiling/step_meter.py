@@ -17,7 +17,7 @@ from torch import nn
 
 from lightning_fasttrain.core.batch import count_batch
 from lightning_fasttrain.core.checks import NonNegativeInt, PositiveFloat, check_arguments, one_of
-from lightning_fasttrain.core.device import dtype_of, peak_flops
+from lightning_fasttrain.core.device import DeviceTimer, dtype_of, peak_flops
 from lightning_fasttrain.core.distributed import gather_values, is_sharded
 from lightning_fasttrain.core.host.lightning import is_time_to_log, log_to_all
 from lightning_fasttrain.core.messages import format_ms, say, warn
@@ -27,7 +27,7 @@ from lightning_fasttrain.technique import Technique
 PHASES = ("data_wait", "transfer", "forward", "backward", "optimizer", "pause")
 # The latest steps only, since a long run must not keep the times of every step.
 _KEPT_STEPS = 1000
-_Mark = tuple[str, torch.cuda.Event]  # where an interval of a phase ends on the device
+_Mark = tuple[str, Any]  # where an interval of a phase ends on the device
 _Step = tuple[dict[str, float], list[_Mark], int, int]  # seconds on the host, marks (CUDA only), samples, tokens
 
 
@@ -64,6 +64,7 @@ class StepTimer:
     def __init__(self, device: torch.device | str, warmup: NonNegativeInt = 5, phases: Sequence[str] = PHASES) -> None:
         self._device = torch.device(device)
         self._on_cuda = self._device.type == "cuda"
+        self._timer = DeviceTimer(self._device)
         self._to_skip = warmup
         self._phases = {name: TimedPhase(self, name) for name in phases}
         self._nothing_yet = dict.fromkeys((*phases, "other"), 0.0)
@@ -142,10 +143,7 @@ class StepTimer:
         self._host_s[self._current] += now - self._since
         self._since = now
         if self._on_cuda:
-            event = torch.cuda.Event(enable_timing=True)
-            # The current stream: a step may run on another than the default one.
-            event.record(torch.cuda.current_stream(self._device))
-            self._marks.append((self._current, event))
+            self._marks.append((self._current, self._timer.now()))
         self._current = name
 
 

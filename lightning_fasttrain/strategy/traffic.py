@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_fasttrain.core.checks import PositiveInt, check_arguments, one_of
 from lightning_fasttrain.core.modules.parameters import bytes_of
-from lightning_fasttrain.strategy.fsdp2.shard_blocks import own_groups, precision_policy, unsharded_parameters
+from lightning_fasttrain.strategy.fsdp2.shard_blocks import find_sharding_groups, precision_policy, unsharded_parameters
 from lightning_fasttrain.strategy.zero.zero_states import (
     MASTER,
     STAGES,
@@ -157,7 +157,7 @@ def _find_groups(held: Held, precision: str) -> list[_Group]:
     whole = unsharded_parameters(held.net, policy)
     inside: set[nn.Parameter] = set()
     groups = []
-    for block in own_groups(held.net).values():
+    for block in find_sharding_groups(held.net).values():
         parameters = [p for p in block.parameters() if p not in whole]
         inside.update(parameters)
         # A block is gathered in forward, and again in backward.

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_fasttrain.core.batch import find_labels
 from lightning_fasttrain.core.batch.leaves import batch_size, list_leaves, pick_rows, take_rows, walk_leaves
+from lightning_fasttrain.core.device import to_float64
 from lightning_fasttrain.trial.deterministic_step import Rows
 
 _ROWS = 6
@@ -192,4 +193,4 @@ def _count_features(leaf: Tensor) -> Iterator[Tensor]:
             counted = (rows != value).sum(1)
             if bool((counted != counted[0]).any()):
                 yield counted
-    yield rows.double().mean(1)
+    yield to_float64(rows).mean(1)

@@ -20,6 +20,7 @@ from lightning_fasttrain.checkpoint.checkpoint_folder import (
 )
 from lightning_fasttrain.checkpoint.newest_checkpoint import KEY, RunMark, newest_checkpoint
 from lightning_fasttrain.core.atomic_write import write_atomic
+from lightning_fasttrain.core.distributed import ControlGroup
 from lightning_fasttrain.core.safe_load import CorruptCheckpoint
 
 
@@ -33,20 +34,26 @@ def write(target, files=None, **settings):
 
 
 class Ranks:
-    """Threads that agree as processes do over a process group."""
+    """What threads share, which agree and gather as processes do over a process group."""
 
     def __init__(self, n):
         self.barrier, self.answers = threading.Barrier(n, timeout=10), [True] * n
 
-    def agree(self, rank):
-        def answer(ok):
-            self.answers[rank] = ok
-            self.barrier.wait()
-            everyone = all(self.answers)
-            self.barrier.wait()
-            return everyone
 
-        return answer
+class RankOfThreads(ControlGroup):
+    def __init__(self, shared, rank):
+        super().__init__()
+        self.shared, self.rank, self.count = shared, rank, len(shared.answers)
+
+    def gather(self, mine):
+        self.shared.answers[self.rank] = mine
+        self.shared.barrier.wait()
+        everyone = list(self.shared.answers)
+        self.shared.barrier.wait()
+        return everyone
+
+    def agree(self, ok):
+        return all(self.gather(ok))
 
 
 def on_ranks(target, bodies):
@@ -55,7 +62,7 @@ def on_ranks(target, bodies):
 
     def run(rank, body):
         try:
-            with checkpoint_folder(target, rank=rank, world_size=len(bodies), agree=ranks.agree(rank)) as folder:
+            with checkpoint_folder(target, ranks=RankOfThreads(ranks, rank)) as folder:
                 body(folder)
         except Exception as error:
             raised[rank] = error

@@ -368,7 +368,7 @@ def test_persistent_workers_under_fabric_are_refused():
 
 
 def test_a_prefetcher_on_top_returns_the_loaders_state():
-    make = lambda: ft.prefetch_to_device(resumable(LOADERS["shuffled"]()), "meta")  # noqa: E731  # one batch ahead
+    make = lambda: ft.loaders.prefetch_to_device(resumable(LOADERS["shuffled"]()), "meta")  # noqa: E731  # one batch ahead
     batches = iter(loader := make())
     next(batches)
     assert loader.state_dict()["given"] == 1

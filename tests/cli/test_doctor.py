@@ -1,8 +1,13 @@
 import re
 import shutil
+import tomllib
+
+import pytest
+from packaging.requirements import Requirement
 
 from lightning_fasttrain.cli import doctor
-from lightning_fasttrain.core.device import hardware, versions
+from lightning_fasttrain.core.device import hardware, package_version, versions
+from tests.support.run_example import ROOT
 
 
 def named(findings):
@@ -21,6 +26,18 @@ def test_it_looks_for_everything_and_says_how_to_get_what_is_missing():
 def test_a_missing_package_names_its_extra(monkeypatch):
     monkeypatch.setattr(doctor, "package_version", lambda name: None if name == "torchao" else "1.0")
     assert named(doctor.examine())["torchao"].fix == "pip install 'lightning-fasttrain[ao]'"
+
+
+@pytest.mark.parametrize(("name", "version"), [("torch", "2.10.1"), ("torch", "3.0.0"), ("peft", "0.18.1")])
+def test_a_version_that_pip_would_replace_is_reported(name, version, monkeypatch):
+    monkeypatch.setattr(doctor, "package_version", lambda asked: version if asked == name else package_version(asked))
+    finding = named(doctor.examine())[name]
+    assert finding.status == "missing"
+    command, _, wanted = finding.fix.rpartition(" ")
+    assert command == "pip install"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    written = [*project["dependencies"], *project["optional-dependencies"]["finetune"]]
+    assert set(map(Requirement, written)) >= {Requirement(wanted.strip("'"))}
 
 
 def test_a_missing_compiler_is_reported(monkeypatch):

@@ -54,7 +54,7 @@ def script(tmp_path, monkeypatch):
 def test_a_script_ends_after_its_steps_with_a_page_and_a_table(script, tmp_path, capsys):
     assert main(["doctor", "--steps", "8", "--out", str(tmp_path / "out"), str(script), "1000"]) == 0
     printed = capsys.readouterr().out
-    assert printed.index("versions") < printed.index("ms/step on cpu")
+    assert printed.index("Python") < printed.index("ms/step on cpu")
     assert "kept.append(loss)" in printed
     assert f"Written: {tmp_path / 'out' / 'doctor.html'}" in printed
     assert not (tmp_path / "after").exists()
@@ -67,7 +67,7 @@ def test_a_script_ends_after_its_steps_with_a_page_and_a_table(script, tmp_path,
 def test_json_has_the_machine_and_the_findings(script, tmp_path, capsys):
     assert main(["doctor", "--steps", "8", "--out", str(tmp_path / "out"), "--json", str(script), "1000"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["machine"][0]["name"] == "versions"
+    assert found["machine"][0]["name"] == "Python"
     assert found["step_ms"] > 0
     (grown,) = [finding for finding in found["findings"] if finding["kind"] == "growing_memory"]
     assert grown["line"] == {"file": str(script), "number": 10, "text": "kept.append(loss)"}

@@ -42,7 +42,7 @@ def adapted(model, *more):
 @pytest.mark.parametrize("packed", [False, True])
 def test_exported_model_has_the_same_outputs_and_the_original_is_unchanged(name, packed, tmp_path):
     given = MODELS[name][2]
-    model = adapted(build(name), *([ft.QuantizedBase()] if packed else []))
+    model = adapted(build(name), *([ft.finetune.QuantizedBase()] if packed else []))
     expected, before = logits(model, given), copy.deepcopy(model.state_dict())
     export_model(model, tmp_path / "model", dtype=torch.float32 if packed else None)
     again, told = type(model).from_pretrained(tmp_path / "model", output_loading_info=True)

@@ -273,7 +273,7 @@ def test_a_damaged_file_is_named_and_not_used(tmp_path):
 
 
 def test_rows_of_another_model_under_the_same_fingerprint_are_noticed(tmp_path, monkeypatch):
-    monkeypatch.setattr("lightning_fasttrain.finetune.frozen_cache.cached_forward.hash_module", lambda module: b"same")
+    monkeypatch.setattr("lightning_fasttrain.finetune.frozen_cache.hash_module", lambda module: b"same")
     train(Probe(), [FrozenCache("backbone", tmp_path)], epochs=1)
     other = Probe()
     nn.init.ones_(other.backbone[0].weight)

@@ -40,7 +40,7 @@ CASES = {
     "IA3": (TinyLM, lambda **mode: [IA3("up", **mode)]),
     "LoHa": (TinyLM, lambda **mode: [Adapter(peft.LoHaConfig(r=2), ["up"], **mode)]),
     "QLoRA": (Wide, lambda **mode: [ft.QLoRA(rank=2, **mode)]),
-    "4 bits and LoRA": (Wide, lambda **mode: [ft.LoRA(rank=2, **mode), ft.QuantizedBase()]),
+    "4 bits and LoRA": (Wide, lambda **mode: [ft.LoRA(rank=2, **mode), ft.finetune.QuantizedBase()]),
     "prompt": (Net, lambda **mode: [PromptTuning(3, **mode)]),
 }
 

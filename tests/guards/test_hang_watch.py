@@ -6,8 +6,7 @@ import time
 
 import pytest
 
-from lightning_fasttrain.guards.hang_watch import HangWatch
-from lightning_fasttrain.guards.watchdog import Position, ProgressWatch, describe
+from lightning_fasttrain.guards.hang_watch import HangWatch, Position, ProgressWatch, describe
 from tests.support.guard_scenarios import TIMEOUT_S, run_scenarios
 from tests.support.nets import TinyLM, as_loader, lm_batches, trainer
 

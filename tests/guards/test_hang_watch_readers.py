@@ -1,24 +1,24 @@
 """A hang on many ranks is decided by a few of them, so that the store gets few requests."""
 
-from lightning_fasttrain.guards import watchdog
-from lightning_fasttrain.guards.watchdog import ProgressWatch
+from lightning_fasttrain.guards import hang_watch
+from lightning_fasttrain.guards.hang_watch import ProgressWatch
 from tests.support.ranks import Ranks
 
 PROGRAM = """
 import sys, time
 import torch.distributed as dist
-from lightning_fasttrain.guards import watchdog
+from lightning_fasttrain.guards import hang_watch
 
-watchdog._READERS = 1
-read = watchdog.RankBoard.read
+hang_watch._READERS = 1
+read = hang_watch.RankBoard.read
 
 def telling_read(board, *args):
     print(f"rank {board.rank} reads", flush=True)
     return read(board, *args)
 
-watchdog.RankBoard.read = telling_read
+hang_watch.RankBoard.read = telling_read
 dist.init_process_group("gloo")
-with watchdog.ProgressWatch(timeout_s=0.5, first_timeout_s=0.5) as watch:
+with hang_watch.ProgressWatch(timeout_s=0.5, first_timeout_s=0.5) as watch:
     watch.begin_step()
     if dist.get_rank() < 2:
         watch.beat("backward")
@@ -51,5 +51,5 @@ def test_more_ranks_read_if_the_first_do_not_decide(monkeypatch):
     assert turns[0] == turns[3] == [True] * 4
     assert turns[4] == [False, False, True, True]
     assert turns[8] == [False, False, False, True]
-    assert watchdog._READERS == 4
+    assert hang_watch._READERS == 4
     assert turns[1023] == [False] * 4

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from transformers import BatchEncoding
 
 import lightning_fasttrain as ft
-from lightning_fasttrain import prefetch_to_device
+from lightning_fasttrain.loaders import prefetch_to_device
 from lightning_fasttrain.loaders.device_prefetch import _Copies
 from tests.micro_batching.test_token_weighted_accumulation import StatefulLoader
 from tests.support.nets import TinyLM, fit, lm_batches, weights

@@ -234,7 +234,7 @@ def test_optimizer_in_backward_matches_the_measured_peak():
     module, batch = specimen.module(), specimen.batch()
     ft.checkpoint_activations_(module)
     optimizer = module.configure_optimizers()
-    ft.optimize_in_backward_(optimizer)
+    ft.optim.optimize_in_backward_(optimizer)
     for _ in range(3):
         with PeakMemory("cpu", module, optimizer, batch) as peak:
             loss = module.loss(batch)

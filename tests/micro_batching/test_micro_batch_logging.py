@@ -18,9 +18,9 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 from torchmetrics.wrappers import Running
 
 import lightning_fasttrain as ft
+from lightning_fasttrain.core.device import AsyncReading
 from lightning_fasttrain.micro_batching import micro_batch_closure
 from lightning_fasttrain.micro_batching.micro_batch_logging import LogCall
-from lightning_fasttrain.micro_batching.normalizer.step_weights import DeferredFlag
 from tests.support.nets import VOCAB, TinyLM, as_loader, heard, largest_difference, sgd, trainer, weights
 
 SIZES = (6, 7, 4, 5)  # 3 micro-batches are ragged in all but the first
@@ -276,20 +276,20 @@ def is_settled_in_time(**settings: Any) -> bool:
     return seen == pytest.approx(expected, rel=1e-6)
 
 
-class LateFlag(DeferredFlag):
-    """A flag that is not known yet when it is asked for the first time, as on a device."""
+class LateFlag(AsyncReading):
+    """A flag that has not arrived yet when it is asked for the first time, as on a device."""
 
     asked = 0
 
     @property
-    def is_known(self) -> bool:
+    def is_done(self) -> bool:
         self.asked += 1
         return self.asked > 1
 
 
 def test_values_on_a_device_are_compared_there_and_settled_in_a_later_batch(monkeypatch):
     monkeypatch.setattr(LogCall, "is_on_host", False)
-    monkeypatch.setattr(micro_batch_closure, "DeferredFlag", LateFlag)
+    monkeypatch.setattr(micro_batch_closure, "AsyncReading", LateFlag)
     assert is_settled_in_time()
 
 

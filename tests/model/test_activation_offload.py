@@ -15,9 +15,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import lightning_fasttrain as ft
-from lightning_fasttrain import ActivationOffload, offload_activations
+from lightning_fasttrain import ActivationOffload
 from lightning_fasttrain.core.messages import say_once
 from lightning_fasttrain.core.modules.wrapped_forward import replaced_forward
+from lightning_fasttrain.model import offload_activations
 from lightning_fasttrain.profiling import PeakMemory
 from tests.support.nets import ShallowLM, as_loader, fit, gradients, lm_batches, same, trainer, weights
 from tests.support.ranks import Ranks

@@ -236,7 +236,7 @@ def test_skipped_layers_are_reported_with_reasons():
 
 
 def test_quantized_layers_are_skipped_and_refused_if_no_layer_is_left():
-    products = ft.LowPrecisionProducts("int8", min_features=8)
+    products = ft.model.LowPrecisionProducts("int8", min_features=8)
     with pytest.raises(ValueError, match="QuantizedBase.*LowPrecisionProducts.*bitsandbytes computes"):
         fit(TinyLM(), BATCHES, [QuantizedBase("int8"), products])
     fit(TinyLM(), BATCHES, [QuantizedBase("int8", skip="blocks.2"), products])
@@ -245,7 +245,7 @@ def test_quantized_layers_are_skipped_and_refused_if_no_layer_is_left():
 
 
 def test_only_the_frozen_layer_under_an_adapter_is_rounded():
-    net, products = TinyLM(), ft.LowPrecisionProducts("int8", min_features=8)
+    net, products = TinyLM(), ft.model.LowPrecisionProducts("int8", min_features=8)
     with ft.apply(net, [ft.LoRA(rank=8), products]):
         adapted = net.blocks[0].up
         assert "forward" in vars(adapted.base_layer)
@@ -254,7 +254,7 @@ def test_only_the_frozen_layer_under_an_adapter_is_rounded():
 
 
 @pytest.mark.parametrize(
-    "make", [ft.LowPrecisionProducts, lambda kind: ft.model.multiply_in_low_precision_(wide(), kind)]
+    "make", [ft.model.LowPrecisionProducts, lambda kind: ft.model.multiply_in_low_precision_(wide(), kind)]
 )
 def test_an_unknown_kind_lists_the_known_ones(make):
     with pytest.raises(ValueError, match=r"kind='fp8'.*Use one of 'float8', 'int8'"):
@@ -281,11 +281,11 @@ def test_float8_skips_by_default_what_is_not_known_to_gain():
 def test_uncompiled_products_on_a_gpu_are_noted(monkeypatch, others, notes):
     said = []
     strategy = SimpleNamespace(root_device=torch.device("cuda"))
-    trainer = SimpleNamespace(strategy=strategy, callbacks=[ft.LowPrecisionProducts("int8"), *others])
+    trainer = SimpleNamespace(strategy=strategy, callbacks=[ft.model.LowPrecisionProducts("int8"), *others])
     monkeypatch.setattr(low_precision_products, "trainer_of", lambda model: trainer)
     monkeypatch.setattr(low_precision_products, "note_once", said.append)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    ft.LowPrecisionProducts("int8", min_features=16).apply(wide())
+    ft.model.LowPrecisionProducts("int8", min_features=16).apply(wide())
     assert len(said) == notes
     assert all("Add CompileBlocks" in note for note in said)
 
@@ -294,7 +294,7 @@ def test_other_invalid_input_is_refused():
     with pytest.raises(ValueError, match="skip='nothing' matches nothing"):
         ft.model.multiply_in_low_precision_(wide(), "int8", skip="nothing")
     with pytest.raises(TypeError, match="min_features='8'"):
-        ft.LowPrecisionProducts("int8", min_features="8")
+        ft.model.LowPrecisionProducts("int8", min_features="8")
 
 
 def test_a_gpu_without_8_bit_tensor_cores_is_refused_before_training(monkeypatch):
@@ -369,7 +369,7 @@ def loss_and_gradients(techniques, autocast):
 @pytest.mark.parametrize("autocast", [False, True])
 def test_compiled_and_recomputed_models_give_the_same_result(kind, autocast):
     policy = ft.model.EveryBlock() if autocast is (kind == "int8") else None  # covers each pair of the three
-    techniques = [ft.LowPrecisionProducts(kind, min_features=16)]
+    techniques = [ft.model.LowPrecisionProducts(kind, min_features=16)]
     if policy is not None:
         techniques.append(ft.ActivationCheckpointing(policy))
     loss, expected = loss_and_gradients(techniques[:1], autocast)
@@ -387,7 +387,7 @@ def test_weights_end_within_one_percent_of_their_total_change():
     """With SGD; AdamW makes steps of full size even for gradients that are only rounding noise."""
     settings = {"optimizer": torch.optim.SGD, "lr": 0.1}
     start, plain = weights(TinyLM()), weights(fit(TinyLM(**settings), BATCHES))
-    ours = weights(fit(TinyLM(**settings), BATCHES, [ft.LowPrecisionProducts("int8", min_features=8)]))
+    ours = weights(fit(TinyLM(**settings), BATCHES, [ft.model.LowPrecisionProducts("int8", min_features=8)]))
     assert 0 < distance(plain, ours) < 0.01 * distance(plain, start)
 
 
@@ -421,7 +421,7 @@ def test_memory_of_8_bit_products_is_predicted():
     torch.manual_seed(0)
     batch = torch.randn(64, 256)
     blocks = [nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)) for _ in range(2)]
-    net, products = nn.Sequential(*blocks), ft.LowPrecisionProducts("int8", min_features=16)
+    net, products = nn.Sequential(*blocks), ft.model.LowPrecisionProducts("int8", min_features=16)
 
     def loss_of(net, batch):
         return net(batch).square().mean()

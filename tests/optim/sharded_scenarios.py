@@ -25,7 +25,7 @@ class Named(ft.FastTrainMixin, TinyLM):
     def __init__(self, name, **more):
         super().__init__()
         own = {"rank": 2} if name == "galore" else {}
-        self.optimizer = ft.NamedOptimizer(name, lr=0.01, settings=own, **more)
+        self.optimizer = ft.optim.NamedOptimizer(name, lr=0.01, settings=own, **more)
 
 
 def reference(name, clip=None):

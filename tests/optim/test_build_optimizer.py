@@ -37,7 +37,7 @@ class NamedLM(ft.FastTrainMixin, GPTModule):
     def __init__(self, name="adamw", **more):
         torch.manual_seed(7)
         super().__init__(CONFIG)
-        self.optimizer = ft.NamedOptimizer(name, lr=0.01, settings=SETTINGS.get(name, {}), **more)
+        self.optimizer = ft.optim.NamedOptimizer(name, lr=0.01, settings=SETTINGS.get(name, {}), **more)
 
 
 def tokens(count):
@@ -239,7 +239,7 @@ def test_a_missing_package_is_named_with_its_extra(name, package, extra, monkeyp
 
 def test_a_recipe_refuses_an_unknown_name_without_a_model():
     with pytest.raises(ValueError, match="Use one of"):
-        ft.NamedOptimizer("adamw9")
+        ft.optim.NamedOptimizer("adamw9")
 
 
 # Company
@@ -284,7 +284,7 @@ def test_a_fused_optimizer_can_be_clipped_in_mixed_precision():
     ends = []
     for limit in (None, 1e-3):  # Lightning refuses to clip for one created by hand
         net = NamedLM("adamw")
-        net.optimizer = ft.NamedOptimizer("adamw", settings={"fused": True, "eps": 1e-2})
+        net.optimizer = ft.optim.NamedOptimizer("adamw", settings={"fused": True, "eps": 1e-2})
         ends.append(weights(fit(net, BATCHES, gradient_clip_val=limit, precision="bf16-mixed")))
     assert largest_difference(*ends) > 1e-4
 
@@ -316,7 +316,7 @@ def test_the_planner_and_the_shard_command_know_the_names():
         bytes_of[name] = states.optimizer
         assert states.optimizer == optimizer_state_bytes(ft.build_optimizer(net, name))
     assert bytes_of["adamw8bit"] < bytes_of["lion"] < bytes_of["muon"] < bytes_of["adamw"]
-    given = ft.NamedOptimizer("muon")
+    given = ft.optim.NamedOptimizer("muon")
     report = ft.predict_memory(net, BATCHES[0], optimizer=given, device="cpu")
     assert report.at_peak["optimizer state"] == bytes_of["muon"]
 
@@ -324,7 +324,9 @@ def test_the_planner_and_the_shard_command_know_the_names():
 def test_verification_accepts_a_named_optimizer():
     net = NamedLM().gpt
     loss = lambda net, batch: torch.nn.functional.cross_entropy(net(batch[0]).flatten(0, 1), batch[1].flatten())  # noqa: E731
-    proof = ft.verify(net, BATCHES[0], [ft.ActivationCheckpointing()], loss=loss, optimizer=ft.NamedOptimizer("adamw"))
+    proof = ft.verify(
+        net, BATCHES[0], [ft.ActivationCheckpointing()], loss=loss, optimizer=ft.optim.NamedOptimizer("adamw")
+    )
     assert proof.ok
 
 

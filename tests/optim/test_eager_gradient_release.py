@@ -45,20 +45,20 @@ def test_gradients_that_are_being_accumulated_stay():
 def test_sparse_gradients_are_released():
     table = torch.nn.Embedding(9, 3, sparse=True)
     table(torch.tensor([1, 2, 2])).sum().backward()
-    assert ft.release_gradients_(table.parameters()) == 3 * 8 + 3 * 3 * 4  # an index and a row for each look-up
+    assert ft.optim.release_gradients_(table.parameters()) == 3 * 8 + 3 * 3 * 4  # an index and a row for each look-up
     assert table.weight.grad is None
 
 
 def test_the_function_returns_the_bytes():
     net = torch.nn.Linear(3, 5)
     net(torch.ones(1, 3)).sum().backward()
-    assert ft.release_gradients_(net.parameters()) == (15 + 5) * 4
-    assert ft.release_gradients_(net.parameters()) == 0
+    assert ft.optim.release_gradients_(net.parameters()) == (15 + 5) * 4
+    assert ft.optim.release_gradients_(net.parameters()) == 0
 
 
 def test_a_model_instead_of_its_parameters_is_refused():
     with pytest.raises(TypeError, match=r"parameters=<Linear>.*Pass its parameters\(\)"):
-        ft.release_gradients_(torch.nn.Linear(2, 2))
+        ft.optim.release_gradients_(torch.nn.Linear(2, 2))
 
 
 class Adversarial(L.LightningModule):

@@ -328,7 +328,7 @@ def test_in_backward_it_is_the_same_bit_for_bit():
     plain, net = GaLoreLM(), GaLoreLM()
     loop(plain, plain.configure_optimizers())
     optimizer = net.configure_optimizers()
-    ft.optimize_in_backward_(optimizer)
+    ft.optim.optimize_in_backward_(optimizer)
     for batch in BATCHES:
         net.loss(batch).backward()
         assert not gradients(net)

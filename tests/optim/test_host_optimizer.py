@@ -21,7 +21,7 @@ class Offloaded(TinyLM):
     def __init__(self, name="adamw", offload="cpu"):
         super().__init__()
         more = {"rank": 2} if name == "galore" else {}
-        self.recipe = ft.NamedOptimizer(name, lr=0.01, offload=offload, settings=more)
+        self.recipe = ft.optim.NamedOptimizer(name, lr=0.01, offload=offload, settings=more)
 
     def configure_optimizers(self):
         optimizer = self.recipe(self)
@@ -92,7 +92,7 @@ def test_the_device_holds_none_of_its_state():
     optimizer = net.recipe(net)
     assert optimizer_state_bytes(optimizer) == optimizer_state_bytes(ft.build_optimizer(net))
     predicted = ft.predict_memory(net, BATCHES[0], device="cuda", optimizer=net.recipe)
-    plain = ft.predict_memory(net, BATCHES[0], device="cuda", optimizer=ft.NamedOptimizer("adamw"))
+    plain = ft.predict_memory(net, BATCHES[0], device="cuda", optimizer=ft.optim.NamedOptimizer("adamw"))
     assert plain.at_peak["optimizer state"] > predicted.at_peak.get("optimizer state", 0) == 0
     assert plain.peak_bytes > predicted.peak_bytes
 

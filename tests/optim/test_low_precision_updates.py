@@ -119,7 +119,7 @@ class InLow(TinyLM):
 
     def __init__(self, name="adamw", updates="kahan", **more):
         super().__init__()
-        self.recipe = ft.NamedOptimizer(name, lr=0.01, updates=updates, **more)
+        self.recipe = ft.optim.NamedOptimizer(name, lr=0.01, updates=updates, **more)
 
     def configure_optimizers(self):
         return self.recipe(self)

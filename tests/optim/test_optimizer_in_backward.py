@@ -14,7 +14,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
 
 import lightning_fasttrain as ft
-from lightning_fasttrain import OptimizerInBackward, optimize_in_backward_
+from lightning_fasttrain import OptimizerInBackward
+from lightning_fasttrain.optim import optimize_in_backward_
 from lightning_fasttrain.technique import Exactness
 from tests.support.nets import (
     Gradients,

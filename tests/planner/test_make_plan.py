@@ -198,7 +198,7 @@ def test_a_budget_keeps_whole_blocks_between_none_and_all():
 def test_a_plan_needs_no_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     facts = facts_of_machine()
-    axes = find_axes(TinyLM(), lm_batches(1)[0], facts, ft.technique.Exactness.CHANGES_TRAINING, "32-true", False)
+    axes = find_axes(TinyLM(), lm_batches(1)[0], facts, ft.technique.Exactness.CHANGES_TRAINING, "32-true", None)
     reason = "peft is not installed: it comes with the extra 'finetune'. pip install 'lightning-fasttrain[finetune]'"
     assert reason in axes.left_out.values()
 
@@ -207,7 +207,7 @@ def test_a_plan_needs_no_extra(monkeypatch):
 def test_cuda_graphs_are_tried_on_a_gpu_alone(device):
     facts = replace(facts_of_machine(), device=device, compiler=True)
     tolerance = ft.technique.Exactness.TOLERANCE
-    axes = find_axes(TinyLM(), lm_batches(1)[0], facts, tolerance, "32-true", False)
+    axes = find_axes(TinyLM(), lm_batches(1)[0], facts, tolerance, "32-true", None)
     graphs = "blocks as CUDA graphs"
     assert (graphs in axes.words["compile"]) == (device == "cuda")
     assert axes.left_out.get(f"compile {graphs}") == {"cpu": "it differs from another setting on cuda alone"}.get(
@@ -230,7 +230,7 @@ def test_a_budget_is_chosen_where_it_is_the_fastest():
     memory = PredictedMemory(net, batch, "cpu", [1])
     half, plain = memory.predict(Choice(recompute="half")), memory.predict(Choice())
     limit = (half + 3 * plain) / 4 / GIB
-    axes = find_axes(net, batch, facts_of_machine(), ft.technique.Exactness.EXACT, "32-true", False, limit)
+    axes = find_axes(net, batch, facts_of_machine(), ft.technique.Exactness.EXACT, "32-true", None, limit)
     axes.words |= {"head": [""], "gradients": [""]}
     memory = PredictedMemory(net, batch, "cpu", [1], limit * GIB)
     search = Search(

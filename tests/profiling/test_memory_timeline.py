@@ -19,7 +19,7 @@ from lightning_fasttrain.profiling import (
     save_memory_record,
 )
 from lightning_fasttrain.profiling.memory_record import CATEGORIES, Allocation
-from lightning_fasttrain.profiling.memory_recording import Change, Events, Place, _allocations, _Seen
+from lightning_fasttrain.profiling.memory_timeline import Change, Events, Place, _allocations, _Seen
 from tests.support.nets import TinyLM, as_loader, fit, lm_batches
 
 DIM, ROWS = 64, 32
@@ -122,7 +122,7 @@ def test_an_accumulated_gradient_counts_in_addition_to_the_existing_one():
 def test_gradients_freed_in_the_backward_count_as_gradients():
     net, batch = chain(), torch.randn(ROWS, DIM)
     optimizer = sgd(net)
-    stop = ft.optimize_in_backward_(optimizer)
+    stop = ft.optim.optimize_in_backward_(optimizer)
     record = record_step(net, optimizer, batch)
     stop()
     assert WEIGHT <= record.peaks["gradients"] < 2 * WEIGHT

@@ -108,7 +108,7 @@ def test_a_module_and_a_batch_of_another_dtype(dtype):
 
 
 def test_low_precision_and_techniques_with_a_tolerance_are_verified():
-    techniques = [ft.MicroBatching(3), ft.LowPrecisionProducts("int8", min_features=8)]
+    techniques = [ft.MicroBatching(3), ft.model.LowPrecisionProducts("int8", min_features=8)]
     verified = verify(techniques, precision="bf16-mixed")
     assert verified.ok, str(verified)
     found = [(row.precision, len(row.techniques), row.verdict) for row in verified.rows]
@@ -128,7 +128,7 @@ def test_a_change_of_training_is_reported_and_others_are_compared_with_it():
 
 
 def test_quantized_kernels_may_round_differently_in_evaluation():
-    verified = verify([ft.QuantizedBase("int8")], ShallowLM(lr=1e-3))
+    verified = verify([ft.finetune.QuantizedBase("int8")], ShallowLM(lr=1e-3))
     assert verified.ok, str(verified)
 
 

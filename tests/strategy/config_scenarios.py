@@ -53,7 +53,8 @@ def strategy_of(case, fabric=False):
     """The strategy of a case, as Hydra makes it, and what it keeps of other classes than plain Python's."""
     name, settings = case.split()[0], SETTINGS[case]
     if fabric:
-        name, settings = f"Fabric{name}", {key: value for key, value in settings.items() if key != "reduce_once"}
+        name = f"strategy.Fabric{name}"
+        settings = {key: value for key, value in settings.items() if key != "reduce_once"}
     made = instantiate(OmegaConf.create({"_target_": f"lightning_fasttrain.{name}", **settings}))
     return made, list(map(repr, foreign_values(made)))
 

@@ -397,7 +397,7 @@ def packed_bytes(module):
 def base_in_4_bits(found, folder):
     recomputed, experts = (
         ft.ActivationCheckpointing(),
-        [ft.QuantizedBase(skip="**.self_attn.*"), ft.finetune.Adapter(CONFIG)],
+        [ft.finetune.QuantizedBase(skip="**.self_attn.*"), ft.finetune.Adapter(CONFIG)],
     )
     wholes, cut = {}, {}
     for name, net, callbacks, offload, precision in (

@@ -163,7 +163,7 @@ def one_matrix_alone(found):
 
 def divided_under_ddp(found, folder):
     expected, _ = train_alone()
-    module = Odd(ft.NamedOptimizer("muon", **SETTINGS))
+    module = Odd(ft.optim.NamedOptimizer("muon", **SETTINGS))
     t = trainer(devices=WORLD, strategy=DDPStrategy(process_group_backend="gloo"))
     with counted() as counts:
         t.fit(module, as_loader(BATCHES))

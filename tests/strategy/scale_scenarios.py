@@ -49,7 +49,9 @@ def peak(precision, settings, micro_batches):
 
     Gloo's threads now and then hold the gradients of a block after they are reduced, which adds to the peak of a step.
     """
-    fabric = L.Fabric(accelerator="cpu", devices=2, strategy=ft.FabricFSDP2Strategy(**settings), precision=precision)
+    fabric = L.Fabric(
+        accelerator="cpu", devices=2, strategy=ft.strategy.FabricFSDP2Strategy(**settings), precision=precision
+    )
     fabric.launch()
     module, data = gpt(), batch()
     model = fabric.setup_module(module)

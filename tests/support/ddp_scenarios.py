@@ -146,7 +146,7 @@ def main(path):
     ours, seen, *_ = seeded([ft.CompileBlocks(backend="eager"), ft.ActivationCheckpointing()], mine, **shallow)
     plain, expected, *_ = seeded([], mine, **shallow)
     found["compile+checkpointing"] = worst(expected, seen)
-    ours, seen, *_ = seeded([ft.LowPrecisionProducts("int8", min_features=8)], mine, **shallow)
+    ours, seen, *_ = seeded([ft.model.LowPrecisionProducts("int8", min_features=8)], mine, **shallow)
     found["low precision"] = worst(expected, seen)
     found["low precision agree"] = agree(ours)
 

@@ -26,9 +26,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
-from lightning_fasttrain.guards.hang_watch import HangWatch
+from lightning_fasttrain.guards.hang_watch import HangWatch, ProgressWatch
 from lightning_fasttrain.guards.preemption import Preemption, PreemptionFlag
-from lightning_fasttrain.guards.watchdog import ProgressWatch
 from tests.support.nets import TinyLM, as_loader, lm_batches, trainer
 from tests.support.ranks import end_as_a_script, launch_once, run_ranks
 

@@ -172,7 +172,7 @@ def test_a_conflict_may_depend_on_settings_and_on_no_name():
     late, stranger = Late(["another"]), LoRA()
     ft.apply(TinyLM(), [Enemy([]), late])
     assert late.seen == ["another", "Late"]
-    ft.apply(TinyLM(), [ft.QuantizedBase("int8"), stranger, ft.finetune.IA3("up")])
+    ft.apply(TinyLM(), [ft.finetune.QuantizedBase("int8"), stranger, ft.finetune.IA3("up")])
     assert stranger.acting
 
 

@@ -26,7 +26,7 @@ from lightning_fasttrain.bench.gpt import GPTConfig, GPTModule
 from lightning_fasttrain.bench.ladder.results import State
 from lightning_fasttrain.bench.text import batches
 from lightning_fasttrain.core.atomic_write import write_atomic
-from lightning_fasttrain.core.device import Neighbours
+from lightning_fasttrain.core.device import DeviceTimer, Moment, Neighbours, ms_between
 from lightning_fasttrain.core.messages import FastTrainWarning, explain
 from lightning_fasttrain.planner.candidates import class_named
 from lightning_fasttrain.proof.verification.short_run import PeakObserver
@@ -34,7 +34,7 @@ from lightning_fasttrain.technique import Technique, apply
 
 MIB = 2**20
 # Wall clock, and the clock that programs are compared by, in seconds; on a GPU both are the same event.
-_Stamp = tuple[Any, Any]
+_Stamp = tuple[Moment, Moment]
 
 
 class Recorder(PeakObserver):
@@ -87,6 +87,7 @@ class Recorder(PeakObserver):
         self.losses: list[Tensor] = []
         self._turns: list[list[_Stamp]] = []
         self._neighbours, self._cores = Neighbours(), None
+        self._timer = DeviceTimer(self.device)
 
     def phase(self, step: int) -> str:
         if step < self.warmup:
@@ -154,8 +155,8 @@ class Recorder(PeakObserver):
             return {}
         first, last = self._turns[-1][self.untimed], self._turns[-1][-1]
         return {
-            "ms": self._ms(first[1], last[1]) / self.timed,
-            "wall_ms": self._ms(first[0], last[0]) / self.timed,
+            "ms": ms_between(first[1], last[1]) / self.timed,
+            "wall_ms": ms_between(first[0], last[0]) / self.timed,
             "cores": self._cores,
         }
 
@@ -164,7 +165,7 @@ class Recorder(PeakObserver):
         times_ms = []
         for turn in self._turns:
             stamps = turn[self.untimed :]
-            times_ms += [self._ms(before[0], after[0]) for before, after in itertools.pairwise(stamps)]
+            times_ms += [ms_between(before[0], after[0]) for before, after in itertools.pairwise(stamps)]
         step_ms = statistics.median(times_ms or [math.nan])
         losses = list(map(float, self.losses))
         return {
@@ -177,18 +178,8 @@ class Recorder(PeakObserver):
         }
 
     def _stamp(self) -> _Stamp:
-        if self.device.type != "cuda":
-            return time.perf_counter(), time.process_time()
-        # An event lets the device take the time, so the host does not wait.
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event, event
-
-    def _ms(self, before: Any, after: Any) -> float:
-        if self.device.type != "cuda":
-            return (after - before) * 1000
-        after.synchronize()
-        return before.elapsed_time(after)
+        now = self._timer.now()
+        return now, now if self.device.type == "cuda" else time.process_time()
 
 
 def callbacks_of(state: State) -> list[L.Callback]:

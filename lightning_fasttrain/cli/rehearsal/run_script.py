@@ -54,8 +54,11 @@ def _run(command: list[str], environment: dict[str, str], stdout: int | None) ->
     try:
         return process.wait()
     finally:  # other ranks and workers, and all of them after Ctrl-C
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        if sys.platform == "win32":
+            process.kill()
+        else:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def end_process(code: int) -> NoReturn:

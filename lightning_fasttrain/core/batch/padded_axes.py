@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_fasttrain.core.batch.leaves import batch_size, list_leaves
+from lightning_fasttrain.core.device import to_float64
 from lightning_fasttrain.core.messages import explain
 
 Leaves = dict[str, Any]
@@ -273,7 +274,7 @@ class Proposal:
     @property
     def rank(self) -> tuple[int, int, float, float]:
         """Sorts proposals, the likeliest first; padding on the right is the more frequent."""
-        starts_late = float(self.ends[:, 0].double().mean())
+        starts_late = float(to_float64(self.ends[:, 0]).mean())
         return self.kind, -self.support, starts_late, -self.share
 
 

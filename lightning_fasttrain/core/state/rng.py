@@ -13,10 +13,12 @@ from torch.utils.data import Dataset
 
 from lightning_fasttrain.core.checks import check_arguments
 
+_OTHER_GPUS = ("mps", "xpu")
+
 
 @check_arguments
 def random_state() -> dict[str, Any]:
-    """The state of torch's, Python's and NumPy's generators, and of all CUDA devices once CUDA is in use.
+    """The state of torch's, Python's and NumPy's generators, and of all GPUs once they are in use.
 
     Made of tensors, numbers and strings only, so that it loads with ``weights_only=True``.
 
@@ -37,12 +39,27 @@ def random_state() -> dict[str, Any]:
             "python": (version, torch.from_numpy(np.array(numbers, np.int64)), gauss),  # one by one they load slowly
             "numpy": (numpy[0], torch.from_numpy(numpy[1].astype(np.int64)), *numpy[2:]),
             "cuda": torch.cuda.get_rng_state_all() if cuda else [],
+            **_state_of_other_gpu(),
         }
+
+
+def _state_of_other_gpu() -> dict[str, Any]:
+    """Return the state of the default generator of an Apple or Intel GPU, by the type of the device; {} if none."""
+    device = torch.accelerator.current_accelerator()
+    if device is None or device.type not in _OTHER_GPUS or not torch.accelerator.is_available():
+        return {}
+    return {device.type: torch.get_device_module(device).get_rng_state()}
+
+
+def states_of_generators(state: dict[str, Any]) -> list[torch.Tensor]:
+    """Return the states of torch's generators among those of :func:`random_state`: the CPU's first, then each GPU's."""
+    others = [state[name] for name in _OTHER_GPUS if name in state]
+    return [state["torch"], *state["cuda"], *others]
 
 
 @check_arguments
 def set_random_state(state: dict[str, Any]) -> None:
-    """Put back what :func:`random_state` returned; of CUDA as many devices as there are now."""
+    """Put back what :func:`random_state` returned; of GPUs as many as there are now."""
     with _disable_current_modes():
         _set_random_state(state)
 
@@ -58,6 +75,9 @@ def _set_random_state(state: dict[str, Any]) -> None:
     if state["cuda"] and torch.cuda.is_available():
         for device, one in enumerate(state["cuda"][: torch.cuda.device_count()]):
             torch.cuda.set_rng_state(one, device)
+    here = _state_of_other_gpu()
+    for name in here.keys() & state.keys():
+        torch.get_device_module(name).set_rng_state(state[name])
 
 
 @contextmanager

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from lightning_fasttrain.core.device import to_float64
+
 # Values that never change: a step can only put another one in their place.
 PLAIN = (int, float, complex, str, bytes, type(None), enum.Enum, range, slice, torch.dtype, torch.device, torch.Size)
 CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, types.CodeType)
@@ -98,7 +100,7 @@ def same_changes(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
     are_floats = all(isinstance(value, Tensor) and value.is_floating_point() for value in (before, now, other_now))
     if not (are_floats and before.shape == now.shape == other_now.shape):
         return same_values(now, other_now, _SMALL)
-    first, second, start = (value.detach().double() for value in (now, other_now, before))
+    first, second, start = map(to_float64, (now, other_now, before))
     if not torch.equal(first.isnan(), second.isnan()):
         return False
     moved, missed = ((first - one).nan_to_num().norm() for one in (start, second))
@@ -122,8 +124,8 @@ def _near_tensors(one: Tensor, other: Tensor, tolerance: float) -> bool:
         return False
     if not tolerance or not one.is_floating_point():
         return equal_tensors(one, other)
-    size = float(other.detach().double().nan_to_num().norm())
-    missed = float((one.detach().double() - other.detach().double()).nan_to_num().norm())
+    size = float(to_float64(other).nan_to_num().norm())
+    missed = float((to_float64(one) - to_float64(other)).nan_to_num().norm())
     return missed <= tolerance * max(size, 1e-30) and torch.equal(one.isnan(), other.isnan())
 
 

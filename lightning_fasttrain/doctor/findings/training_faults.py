@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_fasttrain.core.device import device_clock, free_bytes
+from lightning_fasttrain.core.device import free_bytes, time_ms
 from lightning_fasttrain.core.messages import list_some, number_of
 from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.doctor.diagnosis import Finding, cost_of_ratio
@@ -211,10 +211,8 @@ def _lr_of(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _time_step(optimizer: Optimizer, device: torch.device) -> float:
-    began = device_clock(device)
     # The methods of the class: hooks of the user's own optimizer are not those of a copy.
-    type(optimizer).step(optimizer)
-    return 1e3 * (device_clock(device) - began)
+    return time_ms(device, lambda: type(optimizer).step(optimizer))
 
 
 # Arguments that say after how many steps of the scheduler it ends or repeats.

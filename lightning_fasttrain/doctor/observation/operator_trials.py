@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from lightning_fasttrain.core.device import bf16_units, device_clock
+from lightning_fasttrain.core.device import fast_mixed_precision, time_ms
 from lightning_fasttrain.doctor.observation.source_lines import Call, find_call
 from lightning_fasttrain.model.kernels.matmul_precision import matmul_precision_
 
@@ -63,20 +63,13 @@ def _changes_of_convolution(images: Tensor) -> Iterator[Change]:
 def _changes_of_product(tensors: list[Tensor]) -> Iterator[Change]:
     device = tensors[0].device
     if all(tensor.dtype == torch.float32 for tensor in tensors):
-        if has_bf16(device):
+        if fast_mixed_precision(device) == "bf16-mixed":
             yield Change("bf16", _as_bf16)
         if could_use_tf32(device):
             yield Change("tf32", within=_tf32)
     sizes = {size for tensor in tensors for size in tensor.shape[-2:]}
     if any(map(_is_odd, sizes)):
         yield Change("padded_sizes", _pad_sizes)
-
-
-def has_bf16(device: torch.device) -> bool:
-    """Whether a device has units for bfloat16 products."""
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    return bool(bf16_units())
 
 
 def could_use_tf32(device: torch.device) -> bool:
@@ -203,9 +196,7 @@ def _time_both(change: Change, func: Any, args: object, kwargs: Any) -> Trial:
 
 def _time(func: Any, args: Any, kwargs: Any) -> float:
     device = next(leaf.device for leaf in args if isinstance(leaf, Tensor))
-    began = device_clock(device)
-    func(*args, **kwargs)
-    return 1e3 * (device_clock(device) - began)
+    return time_ms(device, lambda: func(*args, **kwargs))
 
 
 def _signature(args: Any) -> list[object]:

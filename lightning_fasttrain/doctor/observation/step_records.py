@@ -5,7 +5,6 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
@@ -13,11 +12,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_fasttrain.core.device import DeviceTimer
 from lightning_fasttrain.core.modules.blocks import find_blocks
 from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.doctor.observation.source_lines import Running, Sampled, SourceLine
-
-_Moment = float | torch.cuda.Event
 
 
 class BlockTimes:
@@ -31,8 +29,7 @@ class BlockTimes:
         self.active = False
         self._device = device
         self._handles: list[RemovableHandle] = []
-        self._began: dict[str, _Moment] = {}
-        self._spans: dict[str, list[tuple[_Moment, _Moment]]] = defaultdict(list)
+        self._timers: dict[str, DeviceTimer] = defaultdict(partial(DeviceTimer, device))
 
     def start(self, model: nn.Module) -> None:
         """Add the hooks."""
@@ -49,28 +46,15 @@ class BlockTimes:
 
     def read(self, steps: int) -> dict[str, float]:
         """Return milliseconds of a step by block, in the order of their first calls; waits for CUDA."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        found: dict[str, float] = {}
-        for name, spans in self._spans.items():
-            found[name] = sum(_milliseconds(*span) for span in spans) / max(steps, 1)
-        return found
-
-    def _now(self) -> _Moment:
-        if self._device.type != "cuda":
-            return perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+        return {name: timer.ms() / max(steps, 1) for name, timer in self._timers.items()}
 
     def _begin(self, name: str, module: nn.Module, inputs: object) -> None:
         if self.active:
-            self._began[name] = self._now()
+            self._timers[name].start()
 
     def _end(self, name: str, module: nn.Module, inputs: object, output: object) -> None:
-        began = self._began.pop(name, None)
-        if began is not None:
-            self._spans[name].append((began, self._now()))
+        if self.active:
+            self._timers[name].stop()
 
     def __reduce__(self) -> tuple[Any, ...]:  # hooks are copied with a model, and its copy is not watched
         return BlockTimes, (self._device,)
@@ -82,14 +66,6 @@ def _parts(model: nn.Module) -> dict[str, nn.Module]:
     except ValueError:
         children = dict(model.named_children())
         return _parts(*children.values()) if len(children) == 1 else children
-
-
-def _milliseconds(began: _Moment, ended: _Moment) -> float:
-    if isinstance(began, torch.cuda.Event) and isinstance(ended, torch.cuda.Event):
-        return float(began.elapsed_time(ended))
-    assert isinstance(began, float)
-    assert isinstance(ended, float)
-    return 1e3 * (ended - began)
 
 
 @dataclass

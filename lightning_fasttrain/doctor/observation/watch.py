@@ -26,7 +26,7 @@ from lightning_fasttrain.doctor.observation.operator_watch import (
 from lightning_fasttrain.doctor.observation.source_lines import LineSampler, LineTracer, SourceLine
 from lightning_fasttrain.doctor.observation.step_records import BlockTimes, Measured, UpdateRecord
 from lightning_fasttrain.profiling.memory_record import MemoryRecord
-from lightning_fasttrain.profiling.memory_recording import MemoryRecording
+from lightning_fasttrain.profiling.memory_timeline import MemoryRecording
 from lightning_fasttrain.profiling.step_meter import PHASES, StepTimer
 
 LOOP_PHASES = (*PHASES[:-1], "callbacks", PHASES[-1])

@@ -337,20 +337,21 @@ def _present(model: nn.Module, targets: list[str]) -> list[str]:
 class QLoRA(LoRA):
     """Quantise the model's linear layers, freeze everything, and train low-rank matrices beside them.
 
-    Equivalent to :class:`~lightning_fasttrain.QuantizedBase` and :class:`~lightning_fasttrain.LoRA` together, bit for
-    bit; fully trained modules are not quantised. The weights, gradients and AdamW states of 8 billion parameters take
-    120 GiB in float32, without activations; QLoRA reduces them to 5 GiB. Activations then dominate the memory: add
-    :class:`~lightning_fasttrain.ActivationCheckpointing`, and for language models
+    Equivalent to :class:`~lightning_fasttrain.finetune.QuantizedBase` and :class:`~lightning_fasttrain.LoRA` together,
+    bit for bit; fully trained modules are not quantised. The weights, gradients and AdamW states of 8 billion
+    parameters take 120 GiB in float32, without activations; QLoRA reduces them to 5 GiB. Activations then dominate the
+    memory: add :class:`~lightning_fasttrain.ActivationCheckpointing`, and for language models
     :class:`~lightning_fasttrain.FusedLossHead`.
 
     Args:
         rank: as for :class:`~lightning_fasttrain.LoRA`; so are alpha, targets, variant, dropout, train, name and
             checkpoint. ``variant="pissa"`` is refused, since it needs weights in full precision.
-        kind: ``"nf4"``, ``"fp4"`` or ``"int8"``, as for :class:`~lightning_fasttrain.QuantizedBase`; so are the
-            remaining arguments.
+        kind: ``"nf4"``, ``"fp4"`` or ``"int8"``, as for :class:`~lightning_fasttrain.finetune.QuantizedBase`; so are
+            the remaining arguments.
 
     Raises:
-        TypeError, ValueError: see :class:`~lightning_fasttrain.QuantizedBase` and :class:`~lightning_fasttrain.LoRA`.
+        TypeError, ValueError: see :class:`~lightning_fasttrain.finetune.QuantizedBase` and
+            :class:`~lightning_fasttrain.LoRA`.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 2))

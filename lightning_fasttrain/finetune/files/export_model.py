@@ -3,6 +3,7 @@
 import copy
 import os
 import shutil
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -199,10 +200,12 @@ def _write(target: Path, model: Any) -> None:
             model.save_pretrained(unfinished)
         for path in unfinished.iterdir():
             # All files are on disk before the folder is renamed, which is atomic.
-            with path.open("rb") as file:
+            with path.open("r+b") as file:
                 os.fsync(file.fileno())
         sync_folder(unfinished)
-        os.replace(unfinished, target)  # an empty folder is replaced
+        if sys.platform == "win32" and target.exists():
+            target.rmdir()  # empty, which elsewhere a rename replaces
+        os.replace(unfinished, target)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise

@@ -11,6 +11,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_fasttrain.core.checks import check_arguments, one_of
+from lightning_fasttrain.core.device import dtype_of, fast_mixed_precision
 from lightning_fasttrain.core.host.lightning import trainer_of
 from lightning_fasttrain.core.messages import explain, list_some, note_once, number_of, say, warn
 from lightning_fasttrain.core.modules.heads import find_heads
@@ -359,8 +360,8 @@ def choose_compute_dtype(wanted: torch.dtype | str, model: nn.Module, weight: to
         return torch.bfloat16
     if precision.startswith("16"):
         return torch.float16
-    if weight.dtype is torch.float32 and device.type == "cuda" and torch.cuda.is_bf16_supported():
-        return torch.bfloat16
+    if weight.dtype is torch.float32 and device.type == "cuda":
+        return dtype_of(fast_mixed_precision(device) or "32-true")
     return weight.dtype
 
 

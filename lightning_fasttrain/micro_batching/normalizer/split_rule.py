@@ -382,7 +382,8 @@ def _find_ratio(counts: Sequence[float | None], divisors: Sequence[float]) -> fl
 def classify_terms(trial: Trial) -> ReadNormalizer | str:
     """Return which of the values read from the graphs weights micro-batches, or the reason why none does.
 
-    What adds up over samples is a normalizer; what is the same for all of them is a factor.
+    What adds up over samples is a normalizer, whether the loss counts it or the batch brings it; what is the same for
+    all samples, such as a constant or a total of the batch, is a factor.
     """
     trial = _without_empty_runs(trial)
     why_not = _find_unreadable(trial.runs)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_fasttrain.core.device import AsyncReading
 from lightning_fasttrain.micro_batching.normalizer.find_split import CannotSplitError
 from lightning_fasttrain.micro_batching.normalizer.split_rule import (
     LossSplit,
@@ -153,7 +154,7 @@ class StepWeights:
             return None
         return self.reference / total
 
-    def find_mismatch(self) -> "DeferredFlag | None":
+    def find_mismatch(self) -> AsyncReading | None:
         """Compare what was read from all micro-batches, before the last backward.
 
         Returns:
@@ -166,7 +167,7 @@ class StepWeights:
             self._refuse(differ(one, other), _SEVERAL)
         if not self._doubts:
             return None
-        return DeferredFlag(torch.stack(self._doubts).any())
+        return AsyncReading(torch.stack(self._doubts).any())
 
     def _pairs_that_must_agree(self) -> Iterator[tuple[Number, Number]]:
         readings = [reading for reading in self.readings if not reading.is_nothing]
@@ -206,33 +207,6 @@ def refuse_mismatch(*, is_shared: bool) -> None:
     if is_shared:
         raise CannotSplitError(f"{_SEVERAL}, and other ranks already have this rank's gradients")
     raise OtherSplitError(_SEVERAL)
-
-
-class DeferredFlag:
-    """Reads a boolean from a device without waiting for work that was queued after it.
-
-    Args:
-        flag: a 0-dimensional tensor.
-    """
-
-    def __init__(self, flag: Tensor) -> None:
-        self._told = torch.empty((), dtype=torch.bool, pin_memory=flag.is_cuda)
-        self._told.copy_(flag, non_blocking=True)
-        self._event: Any = None
-        if flag.device.type != "cpu":
-            self._event = torch.Event(device=flag.device)
-            self._event.record()
-
-    @property
-    def is_known(self) -> bool:
-        """Whether reading it would not wait."""
-        return self._event is None or self._event.query()
-
-    def read(self) -> bool:
-        """Return the flag; wait until the device has computed it."""
-        if self._event is not None:
-            self._event.synchronize()
-        return bool(self._told)
 
 
 def _estimate_total(count: Number, parts: int) -> Number:

@@ -13,11 +13,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from lightning_fasttrain.core.device import to_float64
 from lightning_fasttrain.core.distributed import is_sharded
 from lightning_fasttrain.core.messages import describe_error
 from lightning_fasttrain.core.modules.recomputation import capturing_nothing, recomputed_outside, without_graph
 from lightning_fasttrain.core.modules.wrapped_forward import has_dropout, without_dropout
-from lightning_fasttrain.core.state.rng import random_state, set_random_state
+from lightning_fasttrain.core.state.rng import random_state, set_random_state, states_of_generators
 from lightning_fasttrain.core.state.step_state import StepState
 
 _SHARES = ((1e-10, 1e-8), (1e-6, 2e-3), (1.0, 5e-2))  # up to this rounding: float64, float32 with TF32, 16 bits
@@ -184,7 +185,7 @@ class _Probe:
     def has_drawn(self) -> bool:
         """Whether the last call used torch's random state, which the compiler uses differently."""
         now = random_state()
-        before, after = [self.state["torch"], *self.state["cuda"]], [now["torch"], *now["cuda"]]
+        before, after = states_of_generators(self.state), states_of_generators(now)
         return not all(map(torch.equal, before, after))
 
     def allow(self, expected: Numbers, nudged: Numbers) -> dict[str, float]:
@@ -200,13 +201,13 @@ class _Probe:
         ways: dict[int, Tensor] = {}
         for (i, leaf), gradient in zip(inputs.items(), gradients, strict=True):
             if gradient is not None:
-                ways[i] = gradient.double()
+                ways[i] = to_float64(gradient)
                 if leaf.shape == outputs[0].shape:
-                    ways[i] = _beside(ways[i], _direction(0, leaf).double())
+                    ways[i] = _beside(ways[i], to_float64(_direction(0, leaf)))
         slope = sum(float(way.square().sum()) for way in ways.values())  # of the value, along the direction
         if not slope > 0:
             return None
-        size = sum(float(inputs[i].detach().double().square().sum()) for i in ways) ** 0.5
+        size = sum(float(to_float64(inputs[i]).square().sum()) for i in ways) ** 0.5
         step = (1e-2 if self.eps < 1e-6 else 5e-2) * size / slope**0.5
         ahead, behind = self._value(forward, ways, step), self._value(forward, ways, -step)
         return abs((ahead - behind) / (2 * step * slope) - 1)
@@ -215,7 +216,7 @@ class _Probe:
         _, _, outputs = self._call(forward, {i: step * way for i, way in ways.items()})
         total = 0.0
         for i, output in enumerate(outputs):
-            total += float((output.detach().double() * _direction(i, output).double()).sum())
+            total += float((to_float64(output) * to_float64(_direction(i, output))).sum())
         return total
 
     def _call(self, forward: Forward, moves: Mapping[int, Tensor]) -> tuple[Numbers, dict[int, Tensor], list[Tensor]]:
@@ -227,7 +228,7 @@ class _Probe:
             if isinstance(leaf, Tensor):
                 leaves[i] = leaf.detach().clone()
                 if i in moves:
-                    leaves[i] = (leaf.detach() + moves[i]).to(leaf.dtype)
+                    leaves[i] = (leaf.detach() + moves[i].to(leaf.device)).to(leaf.dtype)
                 leaves[i].requires_grad_(leaf.requires_grad)
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 inputs[i] = leaves[i]

@@ -1,6 +1,5 @@
 """Choose the kernels of attention by measuring them on a model's own shapes, or force one."""
 
-import inspect
 import math
 import time
 import warnings
@@ -18,10 +17,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from lightning_fasttrain.core.checks import check_arguments
-from lightning_fasttrain.core.device import GIB, device_clock, free_bytes
+from lightning_fasttrain.core.device import GIB, free_bytes, time_ms
 from lightning_fasttrain.core.distributed import from_rank_zero
 from lightning_fasttrain.core.messages import explain, say
-from lightning_fasttrain.core.modules.wrapped_forward import Undo, WrappedForward, undo_all, wrappers_on
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, WrappedForward, patched, undo_all, wrappers_on
 from lightning_fasttrain.core.state.rng import keep_random_state
 from lightning_fasttrain.technique import Capability, Conflict, Exactness, Technique
 from lightning_fasttrain.technique.technique import techniques_of
@@ -33,7 +32,7 @@ BACKENDS = {
     "math": SDPBackend.MATH,
 }
 _ONLY_CUDA = ("cudnn", "efficient")
-_MHA = inspect.signature(F.multi_head_attention_forward)
+_ATTEND = F.scaled_dot_product_attention
 # Of the timing of one call.
 _FEWEST_ROUNDS, _MOST_ROUNDS, _SECONDS = 3, 30, 0.3
 
@@ -53,7 +52,7 @@ class Layout:
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
 
     def make(self) -> Tensor:
-        """Return a tensor like it: random numbers, or True everywhere."""
+        """Return a tensor with this layout: random numbers, or True everywhere."""
         tensor = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
         with torch.no_grad():
             if self.dtype.is_floating_point:
@@ -85,27 +84,6 @@ class AttentionCall:
         mask = None if attn_mask is None else Layout.of(attn_mask)
         return cls(tuple(map(Layout.of, (query, key, value))), mask, tuple(sorted(named.items())))
 
-    @classmethod
-    def in_multi_head(cls, *args: object, **kwargs: object) -> "AttentionCall | None":
-        """Return the call that ``F.multi_head_attention_forward`` makes; None if it computes the weights itself."""
-        given = _MHA.bind(*args, **kwargs)
-        given.apply_defaults()
-        found = given.arguments
-        if found["need_weights"] or found["query"].dim() != 3:
-            return None
-        heads, (length, rows, width) = found["num_heads"], found["query"].shape
-        query, key = (
-            found["query"].new_empty(rows, heads, size, width // heads).requires_grad_(torch.is_grad_enabled())
-            for size in (length, found["key"].shape[0])
-        )
-        masked = found["attn_mask"] is not None or found["key_padding_mask"] is not None
-        dropout = found["dropout_p"] if found["training"] else 0.0
-        causal = bool(found["is_causal"]) and found["key_padding_mask"] is None
-        mask = None
-        if masked and not causal:
-            mask = query.detach().new_empty(rows, heads, length, key.shape[2])
-        return cls.of(query, key, key, mask, dropout_p=dropout, is_causal=causal)
-
     @property
     def device(self) -> torch.device:
         return self.tensors[0].device
@@ -117,7 +95,7 @@ class AttentionCall:
         return 4 * torch.Size(query.shape[:-1]).numel() * key.shape[-2]
 
     def prepare(self) -> Callable[[], None]:
-        """Return a function that runs it on random values, and its backward."""
+        """Return a function that runs the call and its backward on random values."""
         query, key, value = map(Layout.make, self.tensors)
         mask = None if self.mask is None else self.mask.make()
         inputs = [tensor for tensor in (query, key, value, mask) if tensor is not None and tensor.requires_grad]
@@ -133,24 +111,41 @@ class AttentionCall:
 class AttentionCalls(TorchFunctionMode):
     """Context that counts the attention calls of a step.
 
+    Args:
+        forced: the only back end in use, if there is one; where it cannot run a call, the error has torch's reason.
+
     Attributes:
         found: how often each call was made.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, forced: str | None = None) -> None:
         super().__init__()
+        self.forced = forced
         self.found: Counter[AttentionCall] = Counter()
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        call = None
-        if func is F.scaled_dot_product_attention:
-            call = AttentionCall.of(*args, **kwargs)
-        elif func is F.multi_head_attention_forward:
-            call = AttentionCall.in_multi_head(*args, **kwargs)
-        if call is not None and torch.is_grad_enabled():
+        if func is _ATTEND:
+            return self._attend(*args, **(kwargs or {}))
+        if func is F.multi_head_attention_forward:
+            # While a function is handled the mode is off, so what it calls in turn would not be seen.
+            with patched(F, "scaled_dot_product_attention", self._attend):
+                return func(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _attend(self, *args: Any, **kwargs: Any) -> Tensor:
+        call = AttentionCall.of(*args, **kwargs)
+        if torch.is_grad_enabled():
             self.found[call] += 1
-        return func(*args, **kwargs)
+        try:
+            return _ATTEND(*args, **kwargs)
+        except RuntimeError as error:
+            if self.forced is None or isinstance(error, torch.OutOfMemoryError):
+                raise
+            reason = why_refused(call, self.forced)
+            if not reason:
+                raise
+            way_out = "Use AttentionBackend(), which measures those that can run, or change what torch names"
+            raise ValueError(explain(f"AttentionBackend({self.forced!r})", reason.rstrip("."), way_out)) from error
 
 
 def why_refused(call: AttentionCall, name: str) -> str:
@@ -241,9 +236,7 @@ def _time(call: AttentionCall, names: Sequence[str]) -> dict[str, float]:
         rounds += 1
         for name in names:
             with sdpa_kernel(BACKENDS[name]):
-                began = device_clock(call.device)
-                run()
-                shortest_ms[name] = min(shortest_ms[name], 1e3 * (device_clock(call.device) - began))
+                shortest_ms[name] = min(shortest_ms[name], time_ms(call.device, run))
     return shortest_ms
 
 
@@ -296,7 +289,7 @@ def _install(model: nn.Module, backend: str | None) -> "tuple[_Switch, Undo]":
 
 
 class _Switch:
-    """The choice for one run: recorded, made, in force, and undone.
+    """The choice of back ends for one run: it records the first step, decides, and restores torch's own choice.
 
     Attributes:
         choice: None until it is made.
@@ -316,7 +309,7 @@ class _Switch:
         return self.calls is None and self.choice is None
 
     def record(self) -> AttentionCalls:
-        self.calls = _Explained(self.backend)
+        self.calls = AttentionCalls(self.backend)
         return self.calls
 
     def decide(self) -> None:
@@ -331,7 +324,7 @@ class _Switch:
             say("AttentionBackend: %s", choice)
 
     def use(self, choice: AttentionChoice) -> None:
-        """Put a choice in force. The back end "math" stays allowed, as it runs whatever comes later."""
+        """Use a choice from now on. The back end "math" stays allowed, as it runs whatever comes later."""
         self.choice = choice
         order = dict.fromkeys([*choice.order, "math"])
         if choice.order:
@@ -339,25 +332,6 @@ class _Switch:
 
     def close(self) -> None:
         self._undo.close()
-
-
-class _Explained(AttentionCalls):
-    """Counts calls; where a forced back end cannot run one, the error has torch's reason."""
-
-    def __init__(self, backend: str | None) -> None:
-        super().__init__()
-        self.backend = backend
-
-    def __torch_function__(self, func: object, types: object, args: object = (), kwargs: object = None) -> Any:
-        try:
-            return super().__torch_function__(func, types, args, kwargs)
-        except RuntimeError as error:
-            if self.backend is None or ("backend" not in str(error) and "kernel" not in str(error)):
-                raise
-            reasons = [why_refused(call, self.backend) for call in self.found]
-            reason = next(filter(None, reasons), str(error))
-            way_out = "Use AttentionBackend(), which measures those that can run, or change what torch names"
-            raise ValueError(explain(f"AttentionBackend({self.backend!r})", reason.rstrip("."), way_out)) from error
 
 
 class _RecordingForward(WrappedForward):
@@ -466,7 +440,6 @@ class AttentionBackend(Technique):
         if self._recording is not None and self._switch is not None:
             self._stop_recording()
             self._switch.decide()
-            self._saved = {}
             if self.choice is not None and self.choice.order:
                 self._saved = {"device": pl_module.device.type, "order": list(self.choice.order)}
 
@@ -490,6 +463,4 @@ class AttentionBackend(Technique):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         known = [name for name in state_dict.get("order", ()) if name in BACKENDS]
-        self._saved = {}
-        if known:
-            self._saved = {"device": state_dict.get("device"), "order": known}
+        self._saved = {"device": state_dict.get("device"), "order": known} if known else {}

@@ -400,7 +400,7 @@ class LowPrecisionProducts(Technique):
 
     Example:
         >>> import lightning_fasttrain as ft
-        >>> techniques = [ft.LowPrecisionProducts("int8"), ft.CompileBlocks()]
+        >>> techniques = [ft.model.LowPrecisionProducts("int8"), ft.CompileBlocks()]
 
     Source:
         See :func:`multiply_in_low_precision_`.
@@ -415,7 +415,7 @@ class LowPrecisionProducts(Technique):
         "most time is spent in linear layers with thousands of features, and blocks are compiled; not on a CPU "
         "with bf16 support"
     )
-    in_a_loop: ClassVar[str] = 'apply(model, [LowPrecisionProducts("int8")])'
+    in_a_loop: ClassVar[str] = 'apply(model, [model.LowPrecisionProducts("int8")])'
     predicted: ClassVar[bool] = True
 
     def __init__(self, kind: str, *, skip: Blocks = (), min_features: PositiveInt | None = None) -> None:

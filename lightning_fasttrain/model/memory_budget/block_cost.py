@@ -1,8 +1,7 @@
 """Measure the bytes that a block saves for the backward and its forward time, in total and without expensive ops."""
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -15,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import CheckpointPolicy as Keep
 
+from lightning_fasttrain.core.device import DeviceTimer
 from lightning_fasttrain.core.distributed import largest_over_ranks
 from lightning_fasttrain.core.modules.parameters import device_of
 from lightning_fasttrain.core.modules.recomputation import without_graph
@@ -102,15 +102,15 @@ def measure_block(
     whole, watched, expensive = [], [], []
     expensive_bytes, is_spoilt = 0, False
     for _ in range(_REPEATS):
-        stopwatch = Stopwatch(device)
-        with stopwatch.measure():
+        timer = DeviceTimer(device)
+        with timer.measure():
             run()
-        whole.append(stopwatch.ms())
-        stopwatch, of_expensive = Stopwatch(device), Stopwatch(device)
+        whole.append(timer.ms())
+        timer, of_expensive = DeviceTimer(device), DeviceTimer(device)
         mode = KeptResults(keeps, of_expensive.measure)
-        with stopwatch.measure(), mode:
+        with timer.measure(), mode:
             outputs = run()
-        watched.append(stopwatch.ms())
+        watched.append(timer.ms())
         expensive.append(of_expensive.ms())
         expensive_bytes, is_spoilt = mode.kept.nbytes(without=Storages(outputs)), mode.spoilt
         del outputs
@@ -200,45 +200,3 @@ class KeptResults(TorchDispatchMode):
             out = func(*args, **kwargs)
         self.kept.add(out)
         return out
-
-
-class Stopwatch:
-    """Adds up the time of several intervals: on CUDA by device events, which do not wait until they are read.
-
-    Args:
-        device: device whose time is measured.
-
-    Example:
-        >>> stopwatch = Stopwatch(torch.device("cpu"))
-        >>> with stopwatch.measure():
-        ...     pass
-        >>> stopwatch.ms() < 1000
-        True
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._stretches: list[tuple[Any, Any]] = []
-
-    @contextmanager
-    def measure(self) -> Iterator[None]:
-        """Time the body of the ``with`` block."""
-        start = self._now()
-        try:
-            yield
-        finally:
-            self._stretches.append((start, self._now()))
-
-    def ms(self) -> float:
-        """Return the milliseconds so far; on CUDA this waits for the device."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            return sum(start.elapsed_time(end) for start, end in self._stretches)
-        return sum(end - start for start, end in self._stretches) * 1e3
-
-    def _now(self) -> Any:
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))
-        return event

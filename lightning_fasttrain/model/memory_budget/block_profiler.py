@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils._pytree import tree_iter
 
-from lightning_fasttrain.core.device import GIB
+from lightning_fasttrain.core.device import GIB, DeviceTimer
 from lightning_fasttrain.core.distributed import largest_over_ranks, rank_count
 from lightning_fasttrain.core.messages import note_once, say
 from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.core.modules.wrapped_forward import is_compiled, is_replayed, patch
 from lightning_fasttrain.core.peak_memory import PeakMemory
 from lightning_fasttrain.model.activation_checkpointing import Again, CheckpointedForward, SelectiveOps
-from lightning_fasttrain.model.memory_budget.block_cost import BlockCost, Stopwatch, costs_over_ranks, measure_block
+from lightning_fasttrain.model.memory_budget.block_cost import BlockCost, costs_over_ranks, measure_block
 from lightning_fasttrain.model.memory_budget.checkpoint_plan import (
     KEPT,
     RECOMPUTED,
@@ -80,7 +80,7 @@ class StepWatch:
         self._pending: list[str] = []
         self._window: PeakMemory | None = None
         self._segments: list[str] = []  # for each segment of the window, the last pending block
-        self._stopwatch: Stopwatch | None = None
+        self._timer: DeviceTimer | None = None
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._closed = False
         self._hooks = ExitStack()
@@ -127,7 +127,7 @@ class StepWatch:
             # The last call of a block is recomputed first.
             del self._pending[len(self._pending) - 1 - self._pending[::-1].index(name)]
             self._mark()
-        with again, self._stopwatch.measure() if self._stopwatch is not None else nullcontext():
+        with again, self._timer.measure() if self._timer is not None else nullcontext():
             yield
 
     def _mark(self) -> None:
@@ -278,7 +278,7 @@ class StepWatch:
             self._decide()
             return
         self._tell(plan.with_measured(peak, None))
-        self._stage, self._stopwatch = _Stage.TIMING, Stopwatch(self._device)
+        self._stage, self._timer = _Stage.TIMING, DeviceTimer(self._device)
 
     def _lower(self, plan: CheckpointPlan, peak: int) -> None:
         """Aim lower, by more each time, down to the plan that is known to fit."""
@@ -306,14 +306,14 @@ class StepWatch:
     def _report(self) -> None:
         """Report after the first steps."""
         plan = self.plan
-        assert self._stopwatch is not None
+        assert self._timer is not None
         assert plan is not None
         assert plan.measured_bytes is not None
-        ms = self._stopwatch.ms()
+        ms = self._timer.ms()
         # A time of 0 although some was expected: recomputation in compiled code is not measured.
         if ms or not plan.predicted_ms:
             self._tell(plan.with_measured(plan.measured_bytes, ms))
-        self._stage, self._stopwatch = _Stage.DONE, None
+        self._stage, self._timer = _Stage.DONE, None
         self._end_of_step.close()
         say("MemoryBudget: %s", self.plan)
 

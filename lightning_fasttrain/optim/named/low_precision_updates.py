@@ -38,7 +38,7 @@ class LowPrecisionUpdates(ClosureOptimizer):
 
     The optimizer's own state is that of float32 parameters, since averages of gradients in bfloat16 stall, too.
     Parameters of other dtypes are stepped unchanged. It is an ``Optimizer`` with the groups of the inner one, so
-    schedulers, clipping and :func:`~lightning_fasttrain.optimize_in_backward_` work as usual. It can load a plain
+    schedulers, clipping and :func:`~lightning_fasttrain.optim.optimize_in_backward_` work as usual. It can load a plain
     state, and the plain optimizer can load its state, ignoring the extra bits.
 
     Args:

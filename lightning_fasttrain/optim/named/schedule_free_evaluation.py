@@ -38,7 +38,7 @@ class ScheduleFreeEvaluation(L.Callback):
 
     Example:
         >>> from lightning.pytorch.demos.boring_classes import BoringModel
-        >>> trainer = L.Trainer(callbacks=[ScheduleFreeEvaluation()])  # beside ft.NamedOptimizer("schedule-free")
+        >>> trainer = L.Trainer(callbacks=[ScheduleFreeEvaluation()])  # beside ft.optim.NamedOptimizer("schedule-free")
 
     Source:
         Defazio et al. 2024, "The Road Less Scheduled", https://arxiv.org/abs/2405.15682, and their package.

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from lightning_fasttrain.checkpoint.loader_state.attributes import watch_attributes
 from lightning_fasttrain.checkpoint.loader_state.resumable_loader import ResumableLoader
 from lightning_fasttrain.core.batch import count_bytes
-from lightning_fasttrain.core.distributed import gather, pack, unpack
+from lightning_fasttrain.core.distributed import gather_values
 from lightning_fasttrain.core.host.lightning import training_loaders, validation_loaders
 from lightning_fasttrain.core.messages import Report, ReportTable, explain, first_line, say
 from lightning_fasttrain.core.state.rng import random_state, set_random_state
@@ -229,19 +229,13 @@ class Rehearsed:
 
     def ask_all(self, answer: A) -> list[A]:
         """Return the answers of all ranks, as plain values. All ranks must call it."""
-        return gather_answers(self.trainer, answer)
+        return gather_values(answer, self.trainer.strategy.root_device)
 
     def raise_on_all(self, problem: str | None) -> None:
         """Raise the first problem of any rank on all ranks, since the others would wait for a failed one."""
         for rank, found in enumerate(self.ask_all(problem)):
             if found is not None:
                 raise RehearsalError(f"on rank {rank}, {found}" if rank > 0 else found)
-
-
-def gather_answers(trainer: L.Trainer, answer: A) -> list[A]:
-    """Return the answers of all ranks, as plain values. All ranks must call it."""
-    everyone = gather(pack({"answer": answer}), trainer.strategy.root_device)
-    return [unpack(one)["answer"] for one in everyone]
 
 
 def fill_up(batches: list[Any], count: int) -> list[Any]:

@@ -12,12 +12,11 @@ from pathlib import Path
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_fasttrain.checkpoint.atomic_checkpoints import check_folders
+from lightning_fasttrain.checkpoint.atomic_checkpoints import check_folders, why_too_full
 from lightning_fasttrain.checkpoint.checkpoint_folder import scratch_folder
 from lightning_fasttrain.core.atomic_write import find_existing, free_disk_bytes
 from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.host.lightning import saves_every
-from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.safe_load import is_remote
 
 
@@ -123,25 +122,18 @@ def describe_free_space(places: list[Place], nbytes: int) -> str:
             continue
         kept = int(sum(place.kept for place in together))
         # A checkpoint is written before another one is removed.
-        if to_come > 0 and to_come + 1 > fit:
-            _refuse_to_fill(folder, to_come, kept, nbytes, free)
+        way_out = "Free some space, or give ModelCheckpoint another dirpath"
+        if fit > 1:
+            way_out = f"Keep fewer: ModelCheckpoint(save_top_k={fit - 1}), or free some space"
+        because = f", and the run will keep {kept} of them and write one more"
+        reason = why_too_full(folder, nbytes, int(to_come) + 1, because, way_out)
+        if to_come > 0 and reason is not None:
+            raise OSError(reason)
         said = f"at most {kept} are kept, {kept * nbytes / GIB:.2f} of {free / GIB:.2f} GiB free"
         if any(place.all_kept for place in together):
             said = f"all, {said}"
         words.append(said)
     return "; ".join(words)
-
-
-def _refuse_to_fill(folder: Path, to_come: float, kept: int, nbytes: int, free: int) -> None:
-    needed = int(to_come + 1) * nbytes
-    what = f"{folder} has {free / GIB:.2f} GiB free, {(needed - free) / GIB:.2f} GiB are missing"
-    why = f"a checkpoint takes {nbytes / GIB:.2f} GiB, and the run will keep {kept} of them and write one more"
-    # A checkpoint is written before another one is removed.
-    fit = free // max(1, nbytes) - 1
-    way_out = "Free some space, or give ModelCheckpoint another dirpath"
-    if fit >= 1:
-        way_out = f"Keep fewer: ModelCheckpoint(save_top_k={fit}), or free some space"
-    raise OSError(explain(what, why, way_out))
 
 
 def _by_disk(places: list[Place]) -> dict[Path, list[Place]]:

@@ -186,7 +186,6 @@ _ONLY_LOOK_ON: tuple[type[L.Callback], ...] = (
     MemoryTimeline,
     EarlyObserver,
 )
-_AS_LARGE = {"16-mixed": "bf16-mixed", "16-true": "bf16-true"}  # precisions that are predicted in place of others
 _TO_EPOCH_TWO = 2  # epochs: the minimum for a rehearsal
 
 
@@ -248,7 +247,7 @@ class RunCopy:
                 module,
                 batch,
                 techniques=[*self.techniques, *others],
-                precision=_AS_LARGE.get(precision, precision),
+                precision=precision,
                 device=trainer.strategy.root_device.type,
             )
         buckets = 0

@@ -4,6 +4,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import Dataset
 
 from lightning_fasttrain.core.batch import count_bytes
-from lightning_fasttrain.core.device import device_clock
+from lightning_fasttrain.core.device import device_clock, time_ms
 from lightning_fasttrain.core.host.lightning import accumulation_continues
 from lightning_fasttrain.core.state.values import DEEPEST, GENERATORS, is_foreign, read_generator
 from lightning_fasttrain.proof.verification.digest import Digest, take_digest
@@ -253,9 +254,8 @@ class Follower(Checkpoint):
         self.is_saved = True
         self._record(trainer, module)
         self.course.reached = "the save of a checkpoint"
-        began = device_clock(trainer.strategy.root_device)
-        trainer.save_checkpoint(saving.path, weights_only=saving.weights_only)
-        self.course.save_s = device_clock(trainer.strategy.root_device) - began
+        save = partial(trainer.save_checkpoint, saving.path, weights_only=saving.weights_only)
+        self.course.save_s = time_ms(trainer.strategy.root_device, save) / 1e3
         if saving.weights_only:
             self.course.loaded = trainer.strategy.load_checkpoint(saving.path)
 

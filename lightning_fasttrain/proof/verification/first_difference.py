@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, resolve_name
 from torch.utils._pytree import tree_leaves
 
+from lightning_fasttrain.core.device import to_float64
 from lightning_fasttrain.core.modules.wrapped_forward import patch
 from lightning_fasttrain.proof.verification.digest import draw_signs, take_digest
 from lightning_fasttrain.proof.verification.short_run import Steps, run_steps, seed_step
@@ -79,7 +80,7 @@ class _Values:
 
     def note(self, step: int, what: str, name: str, entries: Tensor, sums: Tensor) -> None:
         key = (step, what, name, entries.shape[1])
-        self.calls.setdefault(key, []).append(torch.cat([entries.double(), sums.double()], dim=1).cpu())
+        self.calls.setdefault(key, []).append(torch.cat([to_float64(entries), to_float64(sums)], dim=1).cpu())
         self.shown[key] = entries.shape[1]
 
 

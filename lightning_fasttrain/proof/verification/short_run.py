@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_fasttrain.core.device import return_unused_memory
+from lightning_fasttrain.core.device import device_clock, return_unused_memory
 from lightning_fasttrain.core.host.lightning import list_callbacks, without_trainer
 from lightning_fasttrain.core.messages import FastTrainWarning, explain, log
 from lightning_fasttrain.core.modules.wrapped_forward import patch, without_dropout
@@ -190,6 +190,59 @@ class PeakObserver(L.Callback):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Hook: a step that failed has left its meter open, and torch's profiler runs once in a process."""
         self.end_measuring()
+
+
+FEWEST_TIMED, MOST_TIMED, _SECONDS = 2, 12, 0.5  # steps that are timed: as many as that takes, between the two
+
+
+class StepClock(PeakObserver):
+    """Times steps, then measures the memory of one more, and ends the run. Data loading counts as part of a step.
+
+    Args:
+        warmup: steps before those that are timed.
+        peak: whether memory is measured.
+
+    Attributes:
+        times: milliseconds of each step, the warm-up included.
+    """
+
+    def __init__(self, warmup: int, peak: bool = True) -> None:
+        self.warmup, self.peak = warmup, peak
+        self.times: list[float] = []
+        self._since = 0.0
+        self._is_measuring = False
+
+    @property
+    def timed(self) -> list[float]:
+        """The time of each step after the warm-up, in ms."""
+        return self.times[self.warmup :]
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._since = device_clock(pl_module.device)
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
+    ) -> None:
+        # Only when all times are there: measuring memory slows a step down.
+        if self._has_enough():
+            self._is_measuring = True
+            self.begin_measuring(pl_module.device, pl_module, trainer.optimizers, batch)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
+    ) -> None:
+        now = device_clock(pl_module.device)
+        if self._is_measuring:
+            self.end_measuring()
+            raise EnoughError
+        self.times.append(1e3 * (now - self._since))
+        self._since = now
+        if self._has_enough() and not self.peak:
+            raise EnoughError
+
+    def _has_enough(self) -> bool:
+        enough_time = sum(self.timed) >= 1e3 * _SECONDS
+        return len(self.timed) >= FEWEST_TIMED and (enough_time or len(self.timed) >= MOST_TIMED)
 
 
 class StopAfter(Checkpoint):

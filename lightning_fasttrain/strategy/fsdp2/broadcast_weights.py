@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from lightning_fasttrain.core.distributed import agree_on_all_ranks, from_rank_zero, rank_count, rank_here
+from lightning_fasttrain.core.distributed import all_ranks, from_rank_zero, rank_count, rank_here
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.state.values import without
 from lightning_fasttrain.strategy.fsdp2.shard_blocks import is_opaque
@@ -43,7 +43,7 @@ def tensors_on_rank_zero(model: nn.Module) -> dict[str, Tensor]:
     first = from_rank_zero(lambda: _build_and_describe(model))
     # A rank that disagrees continues to the agreement below, where the others wait for it.
     error = _difference(_describe(model), first)
-    if not agree_on_all_ranks(error is None):
+    if not all_ranks().agree(error is None):
         another = explain("another rank has refused its model", "see its error", "Build the same model on every rank")
         raise ValueError(error or another)
     return _tensors(model) if rank_here() == 0 else {}

@@ -61,11 +61,11 @@ class FSDP2Strategy(FSDP2Host, ModelParallelStrategy):
     """Shard the model, its gradients and its optimizer over all processes; the LightningModule needs no changes.
 
     Sharding happens in ``Strategy.setup``: after ``configure_model`` and all techniques of the suite, before
-    ``configure_optimizers``. Blocks are found by :func:`~lightning_fasttrain.model.find_blocks`, each rank starts with
-    the weights of rank zero, and every ``*_step`` runs with the root's parameters gathered. Under accumulation,
-    gradients are reduced once per step. Precision: see :func:`~lightning_fasttrain.strategy.precision_policy`. The
-    strategy runs on the CPU with gloo too. The model stays sharded after ``fit``;
-    :func:`~lightning_fasttrain.strategy.full_state_dict` reads its checkpoints.
+    ``configure_optimizers``. Each block that :func:`~lightning_fasttrain.model.find_blocks` finds is gathered as one
+    group, and the rest of the model as another; each rank starts with the weights of rank zero, and every ``*_step``
+    runs with the root's parameters gathered. Under accumulation, gradients are reduced once per step. Precision: see
+    :func:`~lightning_fasttrain.strategy.precision_policy`. The strategy runs on the CPU with gloo too. The model stays
+    sharded after ``fit``; :func:`~lightning_fasttrain.strategy.full_state_dict` reads its checkpoints.
 
     Checkpoints are folders, written under a temporary name, checksummed and renamed; they load on any number of
     processes. In ``fit``, a corrupt checkpoint is replaced by an older one of the same run. Checkpoint files of one

@@ -151,7 +151,7 @@ def shard_blocks_(
     if isinstance(model, FSDPModule):
         return []
     _refuse_unshardable(model)
-    groups = own_groups(model, blocks)
+    groups = find_sharding_groups(model, blocks)
     refuse_mixed(model, groups.values())
     policy = policy or MixedPrecisionPolicy(cast_forward_inputs=False)
     whole = unsharded_parameters(model, policy)
@@ -189,7 +189,7 @@ def shard_blocks_(
     return list(groups)
 
 
-def own_groups(model: nn.Module, blocks: Blocks | None = None) -> dict[str, nn.Module]:
+def find_sharding_groups(model: nn.Module, blocks: Blocks | None = None) -> dict[str, nn.Module]:
     """Return the blocks that are sharded separately: those that share no parameter with the rest of the model."""
     try:
         found = find_blocks(model, blocks)

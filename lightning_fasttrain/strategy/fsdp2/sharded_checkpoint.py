@@ -11,7 +11,6 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -30,19 +29,18 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.optim import Optimizer
 
-from lightning_fasttrain.checkpoint.checkpoint_folder import checkpoint_folder, verify_checkpoint
+from lightning_fasttrain.checkpoint.checkpoint_folder import verify_checkpoint
 from lightning_fasttrain.checkpoint.newest_checkpoint import KEY, step_in
-from lightning_fasttrain.checkpoint.remote_checkpoint import remote_folder
+from lightning_fasttrain.checkpoint.remote_checkpoint import folder_to_write
 from lightning_fasttrain.core.atomic_write import write_atomic
 from lightning_fasttrain.core.checks import check_arguments
-from lightning_fasttrain.core.distributed import agree_on_all_ranks
+from lightning_fasttrain.core.distributed import ControlGroup, all_ranks
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.core.safe_load import (
     MOST_AXES,
     CorruptCheckpoint,
     as_corrupt,
-    is_object_storage,
     local_path,
     read_archive,
     read_json,
@@ -226,13 +224,10 @@ def save_sharded(
     for key, state in (optimizers or {}).items():
         parts, plain["optimizers"][key] = take_apart(state)
         tensors.update(_with_prefix(f"{key}.", parts))
-    rank, world_size = (0, 1) if alone else (dist.get_rank(group), dist.get_world_size(group))
     # A background save must not call collectives of the default group.
-    agree = partial(agree_on_all_ranks, group=group)
+    ranks = ControlGroup(group) if group is not None else all_ranks()
     about = {"format": "fsdp2", **plain["rest"].get(KEY, {"step": step_in(plain["rest"])})}
-    # Annotated for both, since they differ in the kind of path.
-    open_folder: Any = remote_folder if is_object_storage(target) else checkpoint_folder
-    with open_folder(target, rank=rank, world_size=world_size, agree=agree, about=about) as folder:
+    with folder_to_write(target, ranks=ranks, about=about) as folder:
         # In this context, so that an error reaches all ranks.
         refuse_unreadable(plain)
         writer = dcp.FileSystemWriter(folder, sync_files=False, overwrite=True)  # checkpoint_folder syncs on exit
@@ -241,7 +236,7 @@ def save_sharded(
         with silence_warning(alone), _errors_of_ranks():
             chunks = in_chunks(tensors)
             index = dcp.save(chunks, storage_writer=writer, planner=planner, process_group=group, no_dist=alone)
-        if rank == 0:
+        if ranks.rank == 0:
             write_index(folder, index)
             write_atomic(folder / REST, lambda file: torch.save(plain, file))
 

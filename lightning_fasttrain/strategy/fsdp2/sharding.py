@@ -406,10 +406,10 @@ def refuse_other_batches(batch: object, group: dist.ProcessGroup, device: torch.
         mine[0] += place * tensor.numel()
         # NaN in both batches is no difference.
         mine[1] += tensor.double().sum().nan_to_num()
-    largest, smallest = mine.clone(), mine.clone()
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    dist.all_reduce(smallest, dist.ReduceOp.MIN, group=group)
-    if not torch.equal(largest, smallest):
+    # The maximum of the negated values is the negated minimum, so one collective gives both.
+    extremes = torch.stack([mine, -mine])
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+    if not torch.equal(extremes[0], -extremes[1]):
         why = "the ranks of a group compute parts of the layers or of the tokens for the same batch"
         way_out = "Let the Trainer or Fabric set the sampler, or use strategy.distributed_sampler_kwargs for your own"
         raise ValueError(explain("the ranks of a tensor or context group have different batches", why, way_out))

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map, tree_map_only, tree_map_with_path
 
 from lightning_fasttrain.architecture.auxiliary_loss import ForwardWithLoss, ModuleWithLoss
 from lightning_fasttrain.core.messages import describe_error, explain
-from lightning_fasttrain.core.modules.parameters import move_values
+from lightning_fasttrain.core.modules.parameters import move_values, trained_parameters
 from lightning_fasttrain.core.modules.select import class_if_imported
 from lightning_fasttrain.core.modules.wrapped_forward import (
     WrappedForward,
@@ -24,9 +24,9 @@ from lightning_fasttrain.core.modules.wrapped_forward import (
     wrappers_on,
 )
 from lightning_fasttrain.core.state.rng import keep_random_state
-from lightning_fasttrain.finetune.frozen_cache.cached_forward import CachedForward
+from lightning_fasttrain.finetune.frozen_cache import CachedForward
 from lightning_fasttrain.micro_batching.padding.packed_forward import PackedForward
-from lightning_fasttrain.model.tiled_forward import find_trainable, in_place_of
+from lightning_fasttrain.model.tiled_mlp import in_place_of_parameters
 from lightning_fasttrain.strategy.tensor_parallel.parallelize import SplitRandomness
 from lightning_fasttrain.strategy.tensor_parallel.plan import (
     blocks_or_model,
@@ -301,18 +301,18 @@ class DividedBlock(WrappedForward):
 
     def _difference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
         """Return the largest relative difference of a token's queries, keys, values and hidden states."""
-        places = find_trainable(self.module)
         # A mixing of tokens that is initialized to zero, as by a gate, shows with other values.
-        moved = move_values(places)
+        moved = move_values(trained_parameters(self.module))
         undivided: list[Tensor] = []
         divided: list[Tensor] = []
-        with ReplacedAttention(partial(attend_and_record, undivided)), in_place_of(places, moved):
+        with ReplacedAttention(partial(attend_and_record, undivided)), in_place_of_parameters(self.module, moved):
             whole_args, whole_kwargs = replace_hidden(args, kwargs, lambda hidden: gather_tokens(hidden, self.group))
             expected = self.inner(*whole_args, **whole_kwargs)
         args, kwargs = self._divide(args, kwargs)
         try:
             # Recorded before they are exchanged.
-            with self.attention, ReplacedAttention(partial(attend_and_record, divided)), in_place_of(places, moved):
+            attention = ReplacedAttention(partial(attend_and_record, divided))
+            with self.attention, attention, in_place_of_parameters(self.module, moved):
                 found = self.inner(*args, **kwargs)
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError):

@@ -12,13 +12,12 @@ import torch
 
 from lightning_fasttrain.checkpoint.checkpoint_folder import (
     MANIFEST,
-    checkpoint_folder,
     read_manifest,
     scratch_folder,
 )
 from lightning_fasttrain.checkpoint.newest_checkpoint import mark_of, whole_or_older
-from lightning_fasttrain.checkpoint.remote_checkpoint import fetched_on_each_node, remote_folder
-from lightning_fasttrain.core.distributed import agree_on_all_ranks, from_first_of_node, from_rank_zero
+from lightning_fasttrain.checkpoint.remote_checkpoint import fetched_on_each_node, folder_to_write
+from lightning_fasttrain.core.distributed import all_ranks, from_first_of_node, from_rank_zero
 from lightning_fasttrain.core.messages import explain, warn
 from lightning_fasttrain.core.modules.wrapped_forward import patched
 from lightning_fasttrain.core.safe_load import is_object_storage, local_path, refuse_unreadable
@@ -64,14 +63,11 @@ def save_atomically(
         why = "the accumulated gradient is sharded over all ranks, and is not saved"
         warn(explain("a ZeRO checkpoint inside an accumulation window", why, "Save after an optimizer step"))
     path = host.broadcast(path)
-    # Annotated for both, since they differ in the kind of path.
-    open_folder: Any = remote_folder if is_object_storage(path) else checkpoint_folder
     about = {"format": "deepspeed", "stage": host.stage, **mark_of(host).facts(step)}
-    ranks = {"rank": host.global_rank, "world_size": host.world_size, "agree": agree_on_all_ranks}
     # DeepSpeed saves these two itself.
     others = without(plain, ["state_dict", "optimizer_states"])
     try:
-        with open_folder(path, **ranks, about=about) as folder, host.engine.save_alone():
+        with folder_to_write(path, ranks=all_ranks(), about=about) as folder, host.engine.save_alone():
             # Checked in this context, so that an error reaches all ranks.
             refuse_unreadable(others)
             # Lightning would have all ranks write into the folder of rank zero, which other nodes do not see.

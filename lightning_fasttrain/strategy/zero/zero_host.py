@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_fasttrain.core.checks import NonNegativeFloat, PositiveFloat, require
 from lightning_fasttrain.core.device import GIB
-from lightning_fasttrain.core.distributed import rank_count, rank_here, smallest_over_ranks
+from lightning_fasttrain.core.distributed import largest_over_ranks, rank_count, rank_here
 from lightning_fasttrain.core.host.late_parameters import refuse_earlier_shards
 from lightning_fasttrain.core.host.lightning import training_loader
 from lightning_fasttrain.core.messages import explain, say
@@ -348,9 +348,10 @@ class ZeROHost:
         elif device.type == "cpu":
             # Host memory is the device's memory, so offload has no effect.
             host = 0
-        free, host = smallest_over_ranks([free, host])
+        # Negated, so that the maximum yields the minimum.
+        free, host = largest_over_ranks([-free, -host])
         usable = 1 - options.headroom
-        return Limits(int(free * usable), int(host * usable))
+        return Limits(int(-free * usable), int(-host * usable))
 
     def _choose_stage(self, module: nn.Module, optimizer: Optimizer, step: Mapping[str, Any]) -> None:
         """Choose the first stage that fits the least memory of all ranks, the same on all; rank zero prints the table.
@@ -469,11 +470,10 @@ def refuse_unfit_optimizer(optimizer: Optimizer, stage: int) -> None:
 
 def _agree(fits: list[Fit], limits: Limits) -> list[Fit]:
     """Return the fits of the rank whose batch needs most, on all ranks."""
-    # Negated, so that the minimum yields the maximum.
-    most = smallest_over_ranks([-fit.device_bytes for fit in fits])
+    most = largest_over_ranks([fit.device_bytes for fit in fits])
     agreed = []
-    for fit, nbytes in zip(fits, most, strict=True):
-        agreed.append(replace(fit, device_bytes=-nbytes, short=max(0, -nbytes - limits.usable)))
+    for fit, nbytes in zip(fits, map(int, most), strict=True):
+        agreed.append(replace(fit, device_bytes=nbytes, short=max(0, nbytes - limits.usable)))
     return agreed
 
 

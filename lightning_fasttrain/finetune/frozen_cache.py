@@ -1,35 +1,42 @@
-"""A forward that reads the outputs of rows that it has seen, and computes the others."""
+"""Compute the outputs of a frozen part of a model once for each sample, and read them afterwards."""
 
 import functools
 import hashlib
 import os
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
+import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
 
-from lightning_fasttrain.core.atomic_write import write_atomic
-from lightning_fasttrain.core.checks import require
+from lightning_fasttrain.core.atomic_write import refuse_unwritable, write_atomic
+from lightning_fasttrain.core.checks import check_arguments, require
+from lightning_fasttrain.core.device import to_float64
 from lightning_fasttrain.core.distributed import is_sharded
-from lightning_fasttrain.core.messages import explain, list_some, warn_on_any_rank
+from lightning_fasttrain.core.messages import explain, list_some, warn, warn_on_any_rank
 from lightning_fasttrain.core.modules.parameters import bytes_of, quantized_tensors
-from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward
+from lightning_fasttrain.core.modules.select import find_module
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, WrappedForward, wrappers_in, wrappers_on
 from lightning_fasttrain.core.safe_load import open_safetensors
 from lightning_fasttrain.core.state.rng import keep_random_state
 from lightning_fasttrain.finetune.selection.base_fingerprint import first_tensor, list_trainable
+from lightning_fasttrain.finetune.selection.gradual_unfreezing import GradualUnfreezing
+from lightning_fasttrain.technique import Conflict, Surgery, Technique
+from lightning_fasttrain.technique.declarations import Facts, PredictedStep
 
 KEY_BYTES = 16
 _WORDS = 2**14  # 32-bit words of a chunk
 _LANES = 3  # independent sums of a chunk, of 64 bits each
+_FLUSH_BYTES = 2**28  # of rows that are in memory, before they are written to a file
+Row = list[Tensor]
 
 
 def row_keys(args: Sequence[object], kwargs: Mapping[str, object], context: bytes) -> list[bytes]:
@@ -60,7 +67,7 @@ def row_keys(args: Sequence[object], kwargs: Mapping[str, object], context: byte
             shared.update(f"{leaf.dtype} {tuple(leaf.shape[1:])}".encode())
             cut.append(_sums(leaf.reshape(rows, -1)))
         elif isinstance(leaf, Tensor):
-            shared.update(hash_tensors([leaf]))
+            shared.update(_hash_tensor(leaf))
         elif leaf is None or isinstance(leaf, bool | int | float | str | torch.dtype | torch.device):
             shared.update(repr(leaf).encode())
         else:
@@ -75,16 +82,14 @@ def count_rows(leaves: Iterable[object]) -> int:
 
 
 def is_cut(leaf: object, rows: int) -> bool:
-    """Whether an argument has one entry for each row of the batch."""
+    """Return whether an argument has one entry for each row of the batch."""
     return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == rows
 
 
-def hash_tensors(tensors: Iterable[Tensor]) -> bytes:
-    """Return a hash of dtypes, shapes and contents."""
-    digest = hashlib.blake2b(digest_size=KEY_BYTES)
-    for tensor in tensors:
-        digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(_sums(tensor.detach().reshape(1, -1)).cpu().numpy().tobytes())
+def _hash_tensor(tensor: Tensor) -> bytes:
+    """Return a hash of dtype, shape and contents."""
+    digest = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=KEY_BYTES)
+    digest.update(_sums(tensor.detach().reshape(1, -1)).cpu().numpy().tobytes())
     return digest.digest()
 
 
@@ -101,7 +106,7 @@ def hash_module(module: nn.Module) -> bytes:
     digest = hashlib.blake2b(f"{module} {getattr(module, 'config', '')}".encode(), digest_size=KEY_BYTES)
     for tensors in (module.named_parameters(), module.named_buffers(), quantized_tensors(module)):
         for name, tensor in tensors:
-            digest.update(name.encode() + hash_tensors([tensor]))
+            digest.update(name.encode() + _hash_tensor(tensor))
     return digest.digest()
 
 
@@ -126,22 +131,20 @@ def _sums(rows: Tensor) -> Tensor:
     return torch.cat([(words * lane).sum(-1) for lane in _factors(rows.device)[:, : chunk // 4]], dim=1)
 
 
-_FLUSH_BYTES = 2**28
-Row = list[Tensor]
-
-
 class RowStore:
-    """A mapping of keys to rows.
+    """Outputs of a module by sample, all computed in the same way.
 
-    With a folder, rows go to files of up to 256 MiB, each written by one process under a name of its own, and are read
-    from there; all processes see a file once it is complete. Without one they stay in host memory.
+    With a folder, rows go to files of up to 256 MiB, each written by one process, and are read from there; all
+    processes see a file once it is complete.
 
     Args:
+        example: output of a batch.
         folder: None keeps all rows in memory.
     """
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, example: object, folder: Path | None) -> None:
         self.folder = folder
+        self._example = tree_map_only(Tensor, lambda leaf: leaf.to("meta"), example)
         self._rows: dict[bytes, Row] = {}
         self._pending_bytes = 0
         self._filed: dict[bytes, tuple[Any, int]] = {}  # key → open file, and the row in it
@@ -150,9 +153,6 @@ class RowStore:
 
     def __deepcopy__(self, memo: object) -> Self:
         return self  # copies of a model share it: keys tell their weights apart
-
-    def __len__(self) -> int:
-        return len(self._rows.keys() | self._filed.keys())
 
     def get(self, key: bytes) -> Row | None:
         """Return the tensors of a row, without the batch's axis; None if it is unknown."""
@@ -163,7 +163,7 @@ class RowStore:
         return [file.get_slice(str(number))[index] for number in range(len(file.keys()) - 1)]
 
     def put(self, key: bytes, row: Row) -> None:
-        """Keep a row."""
+        """Keep a row, unless it is known."""
         if key in self._rows or key in self._filed:
             return
         self._rows[key] = row
@@ -171,12 +171,28 @@ class RowStore:
         if self._pending_bytes >= _FLUSH_BYTES:
             self.flush()
 
+    def join(self, rows: Sequence[Row], device: torch.device) -> Any:
+        """Return the output of a batch from its rows, in the memory layout of a computed one."""
+        parts = iter(zip(*rows, strict=True))
+
+        def stack(example: Tensor) -> Tensor:
+            values = torch.stack(next(parts))
+            order = sorted(range(example.dim()), key=lambda axis: -example.stride(axis))
+            empty = torch.empty_permuted(values.shape, order, dtype=values.dtype, device=device)
+            return empty.copy_(values, non_blocking=True)
+
+        return tree_map_only(Tensor, stack, self._example)
+
     def flush(self) -> None:
         """Write the rows that are in memory alone, and read what other processes have written."""
         if self.folder is None:
             return
         safetensors: Any = require("safetensors.torch", extra="finetune")
-        for keys in self._keys_by_shape():
+        # Rows of one file have the same shapes and dtypes.
+        by_shape: dict[object, list[bytes]] = {}
+        for key, row in self._rows.items():
+            by_shape.setdefault(tuple((tensor.shape, tensor.dtype) for tensor in row), []).append(key)
+        for keys in by_shape.values():
             rows = map(self._rows.__getitem__, keys)
             tensors = {str(number): torch.stack(parts) for number, parts in enumerate(zip(*rows, strict=True))}
             tensors["keys"] = torch.frombuffer(bytearray(b"".join(keys)), dtype=torch.uint8).view(-1, KEY_BYTES)
@@ -187,15 +203,8 @@ class RowStore:
         for key in self._rows.keys() & self._filed.keys():
             del self._rows[key]
 
-    def _keys_by_shape(self) -> Iterator[list[bytes]]:
-        """Yield keys of rows that have the same shapes and dtypes, as those of one file must."""
-        groups: dict[object, list[bytes]] = {}
-        for key, row in self._rows.items():
-            groups.setdefault(tuple((tensor.shape, tensor.dtype) for tensor in row), []).append(key)
-        yield from groups.values()
-
     def refresh(self) -> None:
-        """Find the rows in files that are new since the last time."""
+        """Read the keys of files that are new since the last call."""
         if self.folder is None or not self.folder.is_dir():
             return
         for path in sorted(self.folder.glob("rows-*.safetensors")):
@@ -217,41 +226,12 @@ class RowStore:
             self._filed.setdefault(key.tobytes(), (file, index))
 
 
-@dataclass
-class _Form:
-    """Form of a module's output, and the rows that were computed in the same way.
-
-    Attributes:
-        structure: containers of the output.
-        constants: its leaves, with an ellipsis in place of each tensor.
-        orders: of each tensor, its axes from the largest stride to the smallest.
-        store: rows that were computed in the same way.
-    """
-
-    structure: TreeSpec
-    constants: list[Any]
-    orders: list[list[int]]
-    store: RowStore
-
-    def join(self, rows: Sequence[Row], device: torch.device) -> Any:
-        """Return the output of a batch from its rows, in the memory layout of a computed one."""
-        tensors = []
-        for parts, order in zip(zip(*rows, strict=True), self.orders, strict=True):
-            whole = torch.stack(parts).to(device, non_blocking=True)
-            inverse = sorted(range(len(order)), key=order.__getitem__)
-            tensors.append(whole.permute(order).contiguous().permute(inverse))
-        leaves = list(self.constants)
-        for tensor in tensors:
-            leaves[leaves.index(Ellipsis)] = tensor
-        return tree_unflatten(leaves, self.structure)
-
-
 def _tensors_in(output: object) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
 
 
 class CachedForward(WrappedForward):
-    """A forward of a frozen module that keeps the outputs of rows.
+    """Forward of a frozen module that keeps its outputs by row.
 
     Args:
         module: the frozen part.
@@ -270,7 +250,7 @@ class CachedForward(WrappedForward):
         self.folder = folder
         self.hits = self.misses = 0
         self.is_keeping = True
-        self._forms: dict[bytes, _Form] = {}  # by fingerprint
+        self._stores: dict[bytes, RowStore] = {}  # by fingerprint
         self._weights: tuple[tuple[Any, ...], bytes] = ((), b"")
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
@@ -288,9 +268,9 @@ class CachedForward(WrappedForward):
         # A checkpoint around it that keeps results of operators would find fewer in the recomputation, where rows are
         # read: it sees none in either pass.
         with torch.no_grad(), _disable_current_modes():
-            if fingerprint not in self._forms:
+            if fingerprint not in self._stores:
                 return self._first_call(fingerprint, keys, args, kwargs)
-            return self._look_up(self._forms[fingerprint], keys, args, kwargs)
+            return self._look_up(self._stores[fingerprint], keys, args, kwargs)
 
     def _refusal(self, why: str, way_out: str) -> ValueError:
         return ValueError(explain(f"FrozenCache of '{self.name}' ({type(self.module).__name__})", why, way_out))
@@ -312,7 +292,7 @@ class CachedForward(WrappedForward):
             before, self._weights = self._weights[1], (now, hash_module(self.module))
             if before != self._weights[1]:
                 self.flush()
-                self._forms.clear()
+                self._stores.clear()
         kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         cast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
         modes = [part.training for part in self.module.modules()]
@@ -327,57 +307,55 @@ class CachedForward(WrappedForward):
         return self.inner(*some_args, **some_kwargs)
 
     def _first_call(self, fingerprint: bytes, keys: Sequence[bytes], args: object, kwargs: object) -> Any:
-        """Compute a batch whatever is known, examine the module on it, and compare it with what was kept before."""
+        """Compute the first batch, check that the module repeats it, and compare it with rows that were kept before."""
         output = self._run(args, kwargs, None)
         reason = why_not_repeatable(self.module, lambda chosen: self._run(args, kwargs, chosen), output, len(keys))
         if reason:
             raise self._refusal(*reason)
-        tensors = _tensors_in(output)
-        orders = [sorted(range(leaf.dim()), key=lambda axis: -leaf.stride(axis)) for leaf in tensors]
-        constants, structure = tree_flatten(tree_map_only(Tensor, lambda _: Ellipsis, output))
         folder = self.folder and self.folder / fingerprint.hex()
-        form = _Form(structure, constants, orders, RowStore(folder))
-        self._compare_with_kept(form, keys, tensors)
-        self._forms[fingerprint] = form
-        self._keep(form, keys, tensors)
+        tensors, store = _tensors_in(output), RowStore(output, folder)
+        if self._holds_others(store, keys, tensors):
+            warn_on_any_rank(f"FrozenCache: rows in {folder} are not those of '{self.name}'; not used.")
+            store = RowStore(output, None)
+        self._stores[fingerprint] = store
+        self._keep(store, keys, tensors)
         return output
 
-    def _compare_with_kept(self, form: _Form, keys: Sequence[bytes], tensors: Sequence[Tensor]) -> None:
+    def _holds_others(self, store: RowStore, keys: Sequence[bytes], tensors: Sequence[Tensor]) -> bool:
+        """Return whether rows that were kept before differ from the computed ones."""
         for number, key in enumerate(keys):
-            row = form.store.get(key)
+            row = store.get(key)
             if row is None:
                 continue
             kept = [part[None] for part in row]
             computed = [tensor[number : number + 1].cpu() for tensor in tensors]
             if not are_close(computed, kept):
-                warn_on_any_rank(f"FrozenCache: rows in {form.store.folder} are not those of '{self.name}'; not used.")
-                form.store = RowStore(None)
-                return
+                return True
+        return False
 
-    def _look_up(self, form: _Form, keys: Sequence[bytes], args: object, kwargs: object) -> Any:
-        rows: list[Any] = list(map(form.store.get, keys))
+    def _look_up(self, store: RowStore, keys: Sequence[bytes], args: object, kwargs: object) -> Any:
+        rows: list[Any] = list(map(store.get, keys))
         missing = [number for number, row in enumerate(rows) if row is None]
         self.hits += len(keys) - len(missing)
         if len(missing) == len(keys):
             output = self._run(args, kwargs, None)
-            self._keep(form, keys, _tensors_in(output))
+            self._keep(store, keys, _tensors_in(output))
             return output
-        device = first_tensor(tree_leaves((args, kwargs))).device
         if missing:
             output = self._run(args, kwargs, missing)
-            computed = self._keep(form, [keys[number] for number in missing], _tensors_in(output))
+            computed = self._keep(store, [keys[number] for number in missing], _tensors_in(output))
             for number, row in zip(missing, computed, strict=True):
                 rows[number] = row
-        return form.join(rows, device)
+        return store.join(rows, first_tensor(tree_leaves((args, kwargs))).device)
 
-    def _keep(self, form: _Form, keys: Sequence[bytes], tensors: Sequence[Tensor]) -> list[Row]:
+    def _keep(self, store: RowStore, keys: Sequence[bytes], tensors: Sequence[Tensor]) -> list[Row]:
         self.misses += len(keys)
         on_host = [tensor.cpu() for tensor in tensors]
         rows: list[Row] = []
         for number, key in enumerate(keys):
             rows.append([tensor[number].clone() for tensor in on_host])  # a view would keep the whole batch
             if self.is_keeping:
-                form.store.put(key, rows[-1])
+                store.put(key, rows[-1])
         return rows
 
     def flush(self) -> None:
@@ -386,8 +364,8 @@ class CachedForward(WrappedForward):
         The weights are hashed at the next call, since a change through ``.data`` leaves no other trace.
         """
         self._weights = ((), self._weights[1])
-        for form in self._forms.values():
-            form.store.flush()
+        for store in self._stores.values():
+            store.flush()
 
     def undo(self) -> None:
         super().undo()
@@ -429,7 +407,7 @@ def why_not_repeatable(
         before = _generators(leaves)
         again = tree_leaves(run(None))
         drew = not all(map(torch.equal, before, _generators(leaves)))
-    if drew or not _are_equal(leaves, again):
+    if drew or not are_close(leaves, again):
         return "it draws random numbers: dropout in training mode, or noise", to_eval
     if rows > 1 and not are_close(leaves, tree_leaves(run(range(rows - 1)))):
         return "the output of a sample depends on the other samples of its batch", "Name a part in which it does not"
@@ -443,15 +421,8 @@ def _generators(leaves: Sequence[object]) -> list[Tensor]:
     return states
 
 
-def _are_equal(leaves: Sequence[Any], others: Sequence[Any]) -> bool:
-    for one, other in zip(leaves, others, strict=True):
-        if isinstance(one, Tensor) and not torch.allclose(one, other, rtol=0, atol=0, equal_nan=True):
-            return False
-    return True
-
-
 def are_close(leaves: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether the rows in ``others``, which may be fewer, agree up to the rounding of other batch sizes.
+    """Return whether the rows in ``others``, which may be fewer, agree up to the rounding of other batch sizes.
 
     Example:
         >>> x = torch.randn(3, 2)
@@ -466,7 +437,164 @@ def are_close(leaves: Sequence[Any], others: Sequence[Any]) -> bool:
         if one.shape[1:] != other.shape[1:]:
             return False
         close = 1e-3 if one.dtype in (torch.float32, torch.float64) else 0.02
-        first, second = one[: len(other)].double(), other.double()
+        first, second = to_float64(one[: len(other)]), to_float64(other)
         if first.numel() and (first - second).abs().amax() > close * first.abs().amax():
             return False
     return True
+
+
+@check_arguments
+def cache_frozen_(model: nn.Module, part: str, folder: str | os.PathLike[str] | None = None) -> CachedForward:
+    """Keep the outputs of a frozen part of ``model`` by sample, in place, and read them when a sample comes again.
+
+    Samples are distinguished by a hash of what the part is called with, row by row, so neither the order of batches,
+    their size, workers, micro-batches nor a resumed run matter, and an input that is augmented differently is another
+    sample, which is computed. The hash of weights, settings, autocast and device belongs to it as well. Rows of a batch
+    that are known are read, the others are computed together. Where a batch is read or computed as a whole, as with
+    equal batch sizes, the values are those of the plain step bit for bit on most kernels; a row that was computed in a
+    batch of another size is equal to rounding.
+
+    In the first call the part is examined: the same batch twice with other random numbers, and without its last row. A
+    text that is padded to another length is another sample, so pad to a fixed one. Each call waits once for the device,
+    as the hashes are needed on the host. Hooks inside the part see only what is computed.
+
+    Args:
+        model: any module.
+        part: qualified name of the part, such as ``"backbone"`` or ``"vae.encoder"``; it is called with tensors, and
+            returns tensors with one row for each sample.
+        folder: where outputs are kept, in safetensors files, for later runs and for other processes; None keeps them
+            in host memory.
+
+    Returns:
+        The replacement of the part's ``forward``: with ``hits`` and ``misses``, ``flush()``, and ``undo()``.
+
+    Raises:
+        ValueError: there is no such part, or it has parameters that train; in its first call: its inputs require a
+            gradient, it draws random numbers, or a sample's output depends on other samples.
+        OSError: ``folder`` cannot be written to.
+
+    Example:
+        >>> import torch
+        >>> net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        >>> _ = net[0].requires_grad_(False)
+        >>> cached = cache_frozen_(net, "0")
+        >>> x = torch.randn(3, 4)
+        >>> for _ in range(2):
+        ...     net(x).sum().backward()
+        >>> cached.misses, cached.hits
+        (3, 3)
+
+    Source:
+        The precomputed features of linear probing and the cached latents of diffusion trainers, such as
+        ``--cache_latents`` of Hugging Face's diffusers examples, which are keyed by file and refuse augmentation.
+    """
+    module = find_module(model, part, "part")
+    if existing := next(wrappers_on(module, CachedForward), None):
+        return existing
+    if reason := why_not_frozen(module):
+        raise ValueError(explain(f"FrozenCache of '{part}' ({type(module).__name__})", *reason))
+    if is_sharded(module):
+        why = "its weights are sharded, so no rank can tell whether they have changed"
+        raise ValueError(explain(f"FrozenCache of '{part}'", why, "Leave the part out of the sharding"))
+    if folder is not None:
+        refuse_unwritable(folder, f"FrozenCache(folder={os.fspath(folder)!r})")
+    cached = CachedForward(module, part, None if folder is None else Path(folder))
+    cached.install()
+    return cached
+
+
+class FrozenCache(Technique):
+    """Compute the outputs of a frozen part once for each sample; see :func:`cache_frozen_`.
+
+    Acts after every other operation on the model, so that adapters and compiled code belong to the part; undone at
+    teardown. Files are completed at the end of each epoch, when the outputs of other processes are found as well. A
+    warning tells that no input of an epoch had been seen before, as with random augmentation; from then on nothing more
+    is kept.
+
+    Args:
+        part: as for the function.
+        folder: as for the function.
+
+    Raises:
+        ValueError: in ``fit``: as for the function.
+
+    Example:
+        >>> import lightning_fasttrain as ft
+        >>> probing = ft.finetune.FrozenCache("backbone")
+        >>> latents = ft.finetune.FrozenCache("vae.encoder", folder="latents")
+
+    Source:
+        See :func:`cache_frozen_`.
+    """
+
+    surgery: ClassVar[Surgery | None] = Surgery.UNPAD
+    effect: ClassVar[str] = "outputs of a frozen part are computed once for each sample, and read in later epochs"
+    when: ClassVar[str] = (
+        "a frozen encoder or backbone takes much of the step, and the same samples come in several epochs; not with "
+        "random augmentation before it"
+    )
+    in_a_loop: ClassVar[str] = "finetune.cache_frozen_(model, part)"
+    predicted: ClassVar[bool] = True
+
+    def __init__(self, part: str, folder: str | os.PathLike[str] | None = None) -> None:
+        self.part = part
+        self.folder = folder
+        self._cached: CachedForward | None = None
+        self._before = (0, 0)
+
+    @classmethod
+    def conflicts(cls) -> tuple[Conflict, ...]:
+        why = "it unfreezes the part in the course of the run, and its outputs change from then on"
+        return (Conflict(GradualUnfreezing, why, "Use FrozenCache for the epochs in which the part is frozen"),)
+
+    @classmethod
+    def why_not(cls, facts: Facts) -> str | None:
+        if facts.trains == 1:
+            return "no parameter is frozen"
+        return None
+
+    def apply(self, model: nn.Module) -> Undo:
+        already = set(wrappers_in(model, CachedForward))
+        self._cached = cached = cache_frozen_(model, self.part, self.folder)
+        self._before = (cached.hits, cached.misses)
+        return (lambda: None) if cached in already else cached.undo
+
+    def predict(self, step: PredictedStep) -> None:
+        step.notes.append("Outputs that FrozenCache keeps in host memory are not counted.")
+
+    def describe_effect(self, model: nn.Module) -> str:
+        if not any(wrappers_in(model, CachedForward)):
+            return ""
+        where = "host memory"
+        if self.folder is not None:
+            where = f"'{os.fspath(self.folder)}'"
+        return f"outputs of '{self.part}' are kept in {where}"
+
+    def outcome(self, model: nn.Module) -> str:
+        cached = self._cached
+        if cached is None or not cached.hits + cached.misses:
+            return ""
+        return f"{cached.hits:,} outputs of '{self.part}' were read, {cached.misses:,} computed"
+
+    def why_idle(self, model: nn.Module) -> tuple[str, str] | None:
+        if self._cached is None or self._cached.ran:
+            return None
+        return f"'{self.part}' was not called, or inside of compiled code", "Name a part that training_step calls"
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Hook: no batch of the epoch has been computed; other processes may have written files."""
+        if self._cached is not None:
+            self._cached.flush()
+            self._before = (self._cached.hits, self._cached.misses)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Hook: all samples of the epoch have been seen, and later epochs show them again."""
+        cached = self._cached
+        if cached is None:
+            return
+        cached.flush()
+        hits, misses = cached.hits - self._before[0], cached.misses - self._before[1]
+        if trainer.current_epoch > 0 and self._before[1] and misses and not hits and cached.is_keeping:
+            cached.is_keeping = False
+            why = f"none of the {misses:,} inputs of this epoch had been seen before, so they are augmented anew"
+            warn(explain(f"FrozenCache of '{self.part}'", why, "Remove the augmentation, or FrozenCache"))
