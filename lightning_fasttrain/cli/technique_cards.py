@@ -115,7 +115,7 @@ def as_text(card: TechniqueCard, measured: Measurements | None = None, idle: str
                    nothing. Use CompileBlocks(mode='max-autotune-no-cudagraphs').
         Trainer    L.Trainer(callbacks=[ft.ActivationOffload(min_mib=4)])
         mixin      class Net(ft.FastTrainMixin, L.LightningModule): techniques = [ft.ActivationOffload(min_mib=4)]
-        loop       with offload_activations(model): ...
+        loop       with model.offload_activations(model): ...
         YAML       trainer: {callbacks: [{class_path: lightning_fasttrain.ActivationOffload, init_args: {min_mib: 4}}]}
         <BLANKLINE>
     """
