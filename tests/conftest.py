@@ -7,6 +7,8 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start: several run at once, on few cores
+# pytest's worker processes are told the width of a terminal; reports are compared as in a file, with 120 columns.
+os.environ.pop("COLUMNS", None)
 
 
 def pytest_configure(config):

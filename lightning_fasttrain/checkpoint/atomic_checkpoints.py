@@ -232,7 +232,7 @@ class AtomicCheckpoints(Technique):
 
     bitwise: ClassVar[bool] = True
     effect: ClassVar[str] = "a crash during a save never costs the last checkpoint"
-    when: ClassVar[str] = "always: it costs no more than a temporary file name"
+    when: ClassVar[str] = "a run writes checkpoints; it costs no more than a temporary file name"
     in_a_loop: ClassVar[str] = "Fabric(plugins=[checkpoint.AtomicCheckpointIO()]), or its save_checkpoint(state, path)"
     predicted: ClassVar[bool] = True
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 # For annotations only: the command must answer --help without importing torch.
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.status import Status
     from torch import nn
 
@@ -74,18 +73,12 @@ def working(says: str) -> Iterator["Status"]:
         yield status
 
 
-def show_report(report: "Report", in_json: bool) -> "Console":
-    """Print a report; return the console for anything else that is printed."""
-    from rich.console import Console
-
-    from lightning_fasttrain.core.messages import wide_enough
-
-    console = wide_enough(Console())
+def show_report(report: "Report", in_json: bool) -> None:
+    """Print a report as a table or as JSON."""
     if in_json:
         print(json.dumps(report.as_dict(), indent=2))
     else:
-        console.print(report.as_table())
-    return console
+        report.as_table().print()
 
 
 def note(text: object) -> None:

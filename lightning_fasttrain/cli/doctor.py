@@ -10,7 +10,6 @@ from typing import Literal
 import torch
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
-from rich.table import Table
 
 from lightning_fasttrain.core.device import (
     GIB,
@@ -20,6 +19,7 @@ from lightning_fasttrain.core.device import (
     processor_name,
     usable_cores,
 )
+from lightning_fasttrain.core.messages import ReportTable
 from lightning_fasttrain.technique.declarations import find_compiler, has_python_headers
 
 Status = Literal["ok", "missing", "not here"]
@@ -79,15 +79,15 @@ def examine() -> list[Finding]:
     ]
 
 
-def as_table(findings: list[Finding]) -> Table:
+def as_table(findings: list[Finding]) -> ReportTable:
     """Return the findings as a table for the terminal."""
-    table = Table(title="fasttrain doctor")
-    for column in ("", "found", "how to get it"):
-        table.add_column(column, overflow="fold")
-    colours = {"ok": "green", "missing": "yellow", "not here": "dim"}
+    table = ReportTable(
+        "fasttrain doctor", {"": "name", "status": "name", "what was found, and how to get it": "prose"}
+    )
+    styles = {"ok": "", "missing": "yellow", "not here": "dim"}
     for finding in findings:
-        status = f"[{colours[finding.status]}]{finding.status}[/]"
-        table.add_row(finding.name, f"{status}  {finding.detail}", finding.fix.replace("[", r"\["))
+        found = f"{finding.detail}: {finding.fix}" if finding.fix else finding.detail
+        table.add(finding.name, finding.status, found, style=styles[finding.status])
     return table
 
 

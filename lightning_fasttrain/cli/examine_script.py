@@ -36,14 +36,11 @@ def _refuse_bad_input(options: argparse.Namespace) -> None:
 
 
 def _examine_machine(in_json: bool) -> list[dict[str, str]]:
-    from rich.console import Console
-
     from lightning_fasttrain.cli import doctor
-    from lightning_fasttrain.core.messages import wide_enough
 
     findings = doctor.examine()
     if not in_json:
-        wide_enough(Console()).print(doctor.as_table(findings))
+        doctor.as_table(findings).print()
     return [vars(finding) for finding in findings]
 
 

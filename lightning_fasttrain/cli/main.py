@@ -185,7 +185,7 @@ COMMANDS = (
             option("--out", metavar="FILE", help="also a picture: an .svg or .png file"),
         ],
         tool_commands.draw_schedule,
-        "Draw a schedule of build_schedule, with its numbers. Lengths are steps, or as 2ep, 50_000samples, 1e9tok, 5%% "
+        "Draw a schedule of build_schedule, with its numbers. Lengths are steps, or as 2ep, 50_000samples, 1e9tok, 5% "
         "of the whole.",
     ),
     Command(

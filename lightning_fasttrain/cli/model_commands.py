@@ -128,9 +128,9 @@ def plan_training(options: argparse.Namespace) -> None:
             seconds=options.seconds,
             tell=status.update,
         )
-    console = show_report(plan, options.json)
+    show_report(plan, options.json)
     if not options.json:
-        console.print(plan.code(), markup=False, highlight=False, soft_wrap=True)
+        print(f"\n{plan.code()}")
     if options.out:
         _write(plan, Path(options.out))
 

@@ -6,12 +6,13 @@
 import itertools
 import json
 import re
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 
 import yaml
+
+from lightning_fasttrain.core.messages import ReportTable, output_width, wrap
 
 FILE = "technique_cards.json"
 _CODE = ("Trainer", "mixin", "loop", "YAML")  # lines of a card that are not to be broken
@@ -29,6 +30,10 @@ _MEASURED = """\
 The column "measured" is from a run of `fasttrain ladder`, which [Results](results.md) describes: time and peak memory
 as factors of the rung below. Times marked ≈ are within the variation of the same program there, {noise:.0%}.
 """
+_FACTORS = (
+    "Time and peak memory: as factors of the ladder's rung below. Times marked ≈ are within the variation of the same "
+    "program there, {noise:.0%}."
+)
 
 
 @dataclass(frozen=True)
@@ -110,7 +115,7 @@ def as_text(card: TechniqueCard, measured: Measurements | None = None, idle: str
                    nothing. Use CompileBlocks(mode='max-autotune-no-cudagraphs').
         Trainer    L.Trainer(callbacks=[ft.ActivationOffload(min_mib=4)])
         mixin      class Net(ft.FastTrainMixin, L.LightningModule): techniques = [ft.ActivationOffload(min_mib=4)]
-        loop       with offload_activations(model): ...
+        loop       with model.offload_activations(model): ...
         YAML       trainer: {callbacks: [{class_path: lightning_fasttrain.ActivationOffload, init_args: {min_mib: 4}}]}
         <BLANKLINE>
     """
@@ -133,12 +138,31 @@ def as_text(card: TechniqueCard, measured: Measurements | None = None, idle: str
         flow = yaml.safe_dump(trainer, default_flow_style=True, sort_keys=False, width=1000)
         lines.append(("YAML", f"trainer: {flow.strip()}"))
     lines.append(("source", card.source))
-    shown = [f"{card.name}: {card.effect}", ""]
+    width = output_width()
+    shown = [*wrap(f"{card.name}: {card.effect}", width), ""]
     for head, text in lines:
-        # 11 columns for the head and 109 for the text make 120.
-        folded = text if head in _CODE else textwrap.fill(text, 109, subsequent_indent=" " * 11)
-        shown.append(f"{head:<11}{folded}")
+        line = f"{head:<11}{text}"
+        shown += [line] if head in _CODE else wrap(line, width, hanging=" " * 11)
     return "\n".join(shown)
+
+
+def as_table(cards: Sequence[TechniqueCard], measured: Measurements | None = None) -> ReportTable:
+    """Return the techniques as a table for a terminal, with measured time and memory where there are some."""
+    numbers = {} if measured is None else {"time": "name", "memory": "name"}
+    columns = {"technique": "name", **numbers, "exactness": "name", "what it does": "prose"}
+    notes = ["`fasttrain techniques NAME` prints all about one of them."]
+    if measured is None:
+        notes.append("With --ladder FILE, of `fasttrain ladder`, there are columns of measured time and memory.")
+    else:
+        notes.append(_FACTORS.format(noise=measured.noise))
+    table = ReportTable(f"{len(cards)} techniques", columns, notes)
+    for card in cards:
+        factors = []
+        if measured is not None:
+            rungs = [rung.rsplit(", ", 1) for rung in measured.factors.get(card.name, ", ").split("; ")]
+            factors = list(map("\n".join, zip(*rungs, strict=True)))
+        table.add(card.path, *factors, card.exactness, card.effect)
+    return table
 
 
 def markdown_table(cards: Sequence[TechniqueCard], measured: Measurements | None = None) -> str:

@@ -17,9 +17,9 @@ def climb_ladder(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from lightning_fasttrain.bench.ladder import preflight, report, run_ladder
-    from lightning_fasttrain.core.messages import wide_enough
+    from lightning_fasttrain.core.messages import output_width, wrap
 
-    console = wide_enough(Console())
+    width = output_width()
     names = None
     if options.rungs:
         names = [name.strip() for name in options.rungs.split(",")]
@@ -38,23 +38,24 @@ def climb_ladder(options: argparse.Namespace) -> int:
             names=names,
         )
     for one in prepared.skipped:
-        console.print(f"{one.title:<28} left out: {one.reason}", markup=False, highlight=False, soft_wrap=True)
-    with report.Live(console, run_ladder.number_of_rows(prepared)) as live:
+        print(*wrap(f"{one['title']}: left out: {one['reason']}", width), sep="\n")
+    with report.Live(Console(width=width, highlight=False), run_ladder.number_of_rows(prepared)) as live:
         result = run_ladder.climb(prepared, live.row, live.progress)
     # The ladder was interrupted before its first rung was done.
     if not result.rungs:
         return INTERRUPTED
-    console.print(report.as_table(result, console.width))
-    each = report.as_table_of_each(result)
-    if each is not None:
-        console.print(each)
-    console.print(report.summary(result), markup=False, highlight=False, soft_wrap=True)
+    for table in filter(None, [report.as_table(result), report.as_table_of_each(result)]):
+        print()
+        table.print()
+    print()
+    for line in report.summary(result).splitlines():
+        # Code is to be pasted as it is.
+        print(line if line.startswith(" ") else "\n".join(wrap(line, width)))
     picture = report.save_picture(result, prepared.out / "ladder.png")
     written = filter(None, [prepared.out / "ladder.json", picture])
-    console.print(f"Written: {', '.join(map(str, written))}", soft_wrap=True)
+    print(f"Written: {', '.join(map(str, written))}")
     if picture is None:
-        # The backslash keeps rich from reading [plots] as a style.
-        console.print("No picture: matplotlib is missing. pip install 'lightning-fasttrain\\[plots]'")
+        print("No picture: matplotlib is missing. pip install 'lightning-fasttrain[plots]'")
     if result.interrupted:
         raise CommandError("interrupted; what was measured is kept", INTERRUPTED)
     naive, *others = result.rungs
@@ -65,8 +66,7 @@ def climb_ladder(options: argparse.Namespace) -> int:
 
 def draw_schedule(options: argparse.Namespace) -> None:
     """Run ``fasttrain schedule``: a learning rate over a run, drawn before it is run."""
-    from rich.console import Console
-
+    from lightning_fasttrain.core.messages import output_width
     from lightning_fasttrain.optim.schedule_shapes import draw_text, read_request, sample_rates, save_picture
 
     marks = [mark for mark in options.at.split(",") if mark]
@@ -78,9 +78,8 @@ def draw_schedule(options: argparse.Namespace) -> None:
         if in_epochs and options.epoch_steps is None:
             raise CommandError(f"{in_epochs[0]}: give --epoch-steps, the optimizer steps of an epoch.")
         plan = request.plan(steps_of_epochs=lambda epochs: epochs * options.epoch_steps)
-        console = Console(highlight=False)
         # 12 columns are for the labels at the left.
-        columns = min(100, console.width - 12) if console.is_terminal else 88
+        columns = min(88, output_width() - 12)
         print(draw_text(sample_rates(plan, options.lr, columns)))
         title = f"{plan.shape}: {plan.total:,.0f} {plan.clock}, warm-up {plan.warmup:,.0f}"
         print(f"{'':9}{title}, rate {options.lr:g} → {sample_rates(plan, options.lr, 2)[-1][1]:.3g}")
@@ -119,7 +118,7 @@ def describe_techniques(options: argparse.Namespace) -> None:
     if options.name is None and options.markdown:
         print(technique_cards.markdown_page(cards, measured).rstrip("\n"))
     elif options.name is None:
-        print(technique_cards.markdown_table(cards, measured))
+        technique_cards.as_table(cards, measured).print()
     elif options.markdown:
         print(technique_cards.markdown_card(cards[0], measured))
     else:

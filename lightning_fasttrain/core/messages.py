@@ -1,21 +1,23 @@
 """Messages: errors in three parts, one class of warning, notes that appear once, reports, and formats."""
 
 import functools
+import itertools
 import logging
 import os
+import shutil
 import sys
+import textwrap
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from io import StringIO
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from rich.console import Console
-from rich.table import Table
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions
+    from rich.text import Text
 
 UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
-FULL_WIDTH = 190  # columns that the widest of our tables fits in
 
 log = logging.getLogger("lightning_fasttrain")
 
@@ -118,11 +120,6 @@ def say_once(message: str) -> None:
     say(message)
 
 
-def wide_enough(console: Console) -> Console:
-    """The console, or a wider one where the output goes to a file or a pipe and nothing is cut by a screen."""
-    return console if console.is_terminal else Console(width=FULL_WIDTH)
-
-
 def format_bytes(nbytes: float) -> str:
     """Bytes for people: GiB, or MiB and KiB where it is less than one.
 
@@ -170,30 +167,200 @@ def align(title: str, rows: Iterable[tuple[str, str]]) -> str:
     return "\n".join([title, *[f"  {label:<{width}}  {fact}" for label, fact in listed]])
 
 
-class Report:
-    """Base class of dataclasses that print as a table, and are plain values for programs.
+def output_width() -> int:
+    """Return the columns of the terminal that stdout is, or the number in ``COLUMNS``; 120 for a file or a pipe."""
+    return shutil.get_terminal_size((120, 24)).columns
 
-    Attributes:
-        width: columns of the table when it is printed.
+
+def wrap(text: str, width: int, indent: str = "", hanging: str = "  ") -> list[str]:
+    """Break text at spaces into lines; a word is broken only if it is longer than a line.
+
+    Args:
+        text: one paragraph, or several with newlines between them; spaces at the start of one are kept.
+        width: columns of a line, with its indent.
+        indent: before every line.
+        hanging: before every line of a paragraph but its first, besides ``indent``.
+
+    Example:
+        >>> wrap("bf16 takes less time", 12, hanging="  ")
+        ['bf16 takes', '  less time']
+    """
+    lines: list[str] = []
+    for paragraph in text.splitlines():
+        own = indent + paragraph[: len(paragraph) - len(paragraph.lstrip())]
+        broken = textwrap.wrap(
+            paragraph.strip(), width, initial_indent=own, subsequent_indent=own + hanging, break_on_hyphens=False
+        )
+        lines += broken
+    return lines
+
+
+_KINDS = ("name", "number", "prose")
+_LEAST_PROSE = 30  # columns in which sentences can be read
+_GAP = 2
+_MARGIN = 4  # of a wrapped name: its own indent, and that of its further lines
+
+
+class ReportTable:
+    """A table that is laid out for the width in which it is printed; rich and ``str`` print it.
+
+    Sentences are wrapped, in no less than 30 columns; where there are fewer, they move below their row. Where the rest
+    does not fit either, names in the first column are broken at spaces, and then other columns move below, the last
+    ones first. Nothing is cut; a column without any text is left out.
+
+    Args:
+        title: a line above the table.
+        columns: heading → kind: "name", aligned at the left; "number", at the right; "prose", sentences, which are
+            understood without their heading.
+        notes: lines below the table.
+
+    Example:
+        >>> table = ReportTable("2 rungs", {"rung": "name", "ms": "number", "verdict": "prose"})
+        >>> table.add("bf16", "50.1", "Needs as much memory and 2.0 times less time.")
+        >>> table.add("fused AdamW", "49.8", "Needs as much of both.")
+        >>> print(table.as_text(36))
+        2 rungs
+        rung           ms
+        ─────────────────
+        bf16         50.1
+            Needs as much memory and 2.0
+              times less time.
+        fused AdamW  49.8
+            Needs as much of both.
     """
 
-    width: ClassVar[int] = 120
+    def __init__(self, title: str, columns: Mapping[str, str], notes: Iterable[str] = ()) -> None:
+        self.title, self.headings, self.kinds, self.notes = title, list(columns), list(columns.values()), list(notes)
+        assert set(self.kinds) <= set(_KINDS), self.kinds
+        self.rows: list[tuple[list[list[str]], str]] = []
+
+    def add(self, *cells: str, style: str = "") -> None:
+        """Add a row, with a line of a cell for each line of its text; ``style`` is that of rich."""
+        assert len(cells) == len(self.headings), cells
+        self.rows.append(([cell.splitlines() for cell in cells], style))
+
+    def add_section(self) -> None:
+        """Leave an empty line before the next row."""
+        self.rows.append(([], ""))
+
+    def as_text(self, width: int) -> str:
+        """Return the table in lines of at most ``width`` columns."""
+        return "\n".join(line for line, _ in self._lines(width))
+
+    def __repr__(self) -> str:
+        return self.as_text(output_width())
+
+    def print(self) -> None:
+        """Print the table on stdout, with styles if that is a terminal."""
+        from rich.console import Console
+        from rich.text import Text
+
+        console = Console()
+        for line, style in self._lines(output_width()):
+            # The lines have their width: rich assumes 80 columns where TERM is "dumb", whatever COLUMNS says.
+            console.print(Text(line, style=style), soft_wrap=True)
+
+    def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "Iterator[Text]":
+        from rich.text import Text
+
+        for line, style in self._lines(options.max_width):
+            yield Text(line, style=style, no_wrap=True, overflow="ignore")
+
+    def _lines(self, width: int) -> Iterator[tuple[str, str]]:
+        """Yield each line with its style."""
+        for line in wrap(self.title, width):
+            yield line, "bold"
+        widths = self._fit(width)
+        heads = [[self.headings[column]] for column in range(len(self.headings))]
+        for line in self._side_by_side(heads, widths):
+            yield line, "bold"
+        yield "─" * (sum(widths.values()) + _GAP * (len(widths) - 1)), ""
+        for cells, style in self.rows:
+            for line in self._row(cells, widths, width) if cells else [""]:
+                yield line, style
+        if self.notes:
+            yield "", ""
+        for note in self.notes:
+            for line in wrap(note, width):
+                yield line, "italic"
+
+    def _row(self, cells: list[list[str]], widths: dict[int, int], width: int) -> Iterator[str]:
+        yield from self._side_by_side(cells, widths)
+        facts, sentences = [], []
+        for column, lines in enumerate(cells):
+            if column in widths or not lines:
+                continue
+            if self.kinds[column] == "prose":
+                sentences += lines
+            else:
+                facts.append(f"{self.headings[column]}: {', '.join(lines)}")
+        for text in ["; ".join(facts), *sentences]:
+            yield from wrap(text, width, indent="    ")
+
+    def _side_by_side(self, cells: Sequence[list[str]], widths: dict[int, int]) -> Iterator[str]:
+        columns = []
+        for column, size in widths.items():
+            align = str.rjust if self.kinds[column] == "number" else str.ljust
+            lines = wrap("\n".join(cells[column]), size, hanging="  " if column == 0 else "")
+            columns.append([align(line, size) for line in lines])
+        for line in itertools.zip_longest(*columns):
+            padded = [text or " " * size for text, size in zip(line, widths.values(), strict=True)]
+            yield (" " * _GAP).join(padded).rstrip()
+
+    def _fit(self, width: int) -> dict[int, int]:
+        """Return the widths of the columns that stand side by side: moves columns until the others fit."""
+        inside = [column for column in range(len(self.headings)) if column == 0 or any(self._lines_of(column))]
+        while len(inside) > 1:
+            # A heading is broken at spaces before a column is moved.
+            for broken in (False, True):
+                widths = self._share(inside, width, broken)
+                if widths is not None:
+                    return widths
+            prose = [column for column in inside if self.kinds[column] == "prose"]
+            inside.remove(prose[-1] if prose else inside[-1])
+        return {0: min(width, max(map(len, [self.headings[0], *self._lines_of(0)])))}
+
+    def _lines_of(self, column: int) -> list[str]:
+        return [line for cells, _ in self.rows if cells for line in cells[column]]
+
+    def _share(self, inside: list[int], width: int, broken: bool) -> dict[int, int] | None:
+        """Return the widths of columns side by side, where sentences, or else names, are wrapped; None if too few."""
+        widths, least = {}, {}
+        wrapped = [column for column in inside if self.kinds[column] == "prose"] or [0]
+        for column in inside:
+            lines, heading = self._lines_of(column), [self.headings[column]]
+            if broken:
+                heading = self.headings[column].split()
+            widths[column] = max(map(len, [*heading, *lines]), default=0)
+            if column in wrapped:
+                longest = max((len(word) for line in lines for word in line.split()), default=0)
+                least[column] = min(widths[column], max(_LEAST_PROSE, longest + _MARGIN))
+        spare = width - _GAP * (len(inside) - 1) - sum({**widths, **least}.values())
+        if spare < 0:
+            return None
+        # Each gets an equal share of what is left, the narrow ones first, since they may not need it.
+        for place, column in enumerate(sorted(least, key=lambda column: widths[column] - least[column])):
+            more = min(widths[column] - least[column], spare // (len(least) - place))
+            widths[column] = least[column] + more
+            spare -= more
+        return widths
+
+
+class Report:
+    """Base class of dataclasses that print as a table, and are plain values for programs."""
+
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON; sizes are in bytes."""
         return asdict(self)
 
-    def as_table(self) -> Table:
-        """Build a ``rich`` table."""
+    def as_table(self) -> ReportTable:
+        """Build the table, which is laid out for the width in which it is printed."""
         raise NotImplementedError
 
+    def __rich__(self) -> ReportTable:
+        return self.as_table()
+
     def __str__(self) -> str:
-        text = StringIO()
-        Console(file=text, width=self.width).print(self.as_table())
-        return text.getvalue().rstrip()
-
-
-def titled_table(title: str, notes: Iterable[str] = ()) -> Table:
-    """Return an empty table with a title above it and ``notes`` below it, one a line."""
-    return Table(title=title, caption="\n".join(notes) or None, title_justify="left", caption_justify="left")
+        return str(self.as_table())

@@ -155,7 +155,7 @@ def existing_path(path: str | os.PathLike[str]) -> Path:
     """
     path = local_path(path)
     if not path.exists():
-        raise FileNotFoundError(explain(f"{path}", "there is no such checkpoint", f"Look into {path.parent}"))
+        raise FileNotFoundError(explain(f"{path}", "there is no such checkpoint", f"Look into '{path.parent}'"))
     return path
 
 

@@ -5,10 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rich.markup import escape
-from rich.table import Table
-
-from lightning_fasttrain.core.messages import Report, format_bytes, format_ms, number_of, titled_table
+from lightning_fasttrain.core.messages import Report, ReportTable, format_bytes, format_ms, number_of
 from lightning_fasttrain.doctor.observation.source_lines import SourceLine
 from lightning_fasttrain.doctor.observation.step_records import LineTime
 from lightning_fasttrain.planner.timing import Ratio, compare_times
@@ -171,21 +168,19 @@ class Diagnosis(Report):
             "notes": list(self.notes),
         }
 
-    def as_table(self) -> Table:
+    def as_table(self) -> ReportTable:
         phases = ", ".join(
             f"{name} {format_ms(ms)}" for name, ms in self.phase_ms.items() if ms >= LEAST_SHARE * self.step_ms
         )
         title = f"fasttrain doctor: {format_ms(self.step_ms)} ms/step on {self.device} ({phases} ms)"
-        table = titled_table(escape(title), map(escape, (*self._summary(), *self.notes)))
-        for column in ("cost", "where", "what was found", "cure"):
-            table.add_column(column, overflow="fold")
+        notes = (*self._summary(), *self.notes)
+        table = ReportTable(title, {"cost": "prose", "what was found, and its cure": "prose"}, notes)
         for finding in self.findings:
-            where = "" if finding.line is None else str(finding.line)
-            what = "\n".join([finding.what, *finding.details])
-            cure = f"{finding.cure}\n({finding.exactness})"
-            table.add_row(*map(escape, (describe_cost(finding, self.step_ms), where, what, cure)))
+            where = [] if finding.line is None else [str(finding.line)]
+            cure = f"Cure: {finding.cure} ({finding.exactness})"
+            table.add(describe_cost(finding, self.step_ms), "\n".join([finding.what, *where, *finding.details, cure]))
         if not self.findings:
-            table.add_row("none", "", "Nothing was found that costs at least 1% of a step, memory, or accuracy", "")
+            table.add("none", "Nothing was found that costs at least 1% of a step, memory, or accuracy.")
         return table
 
     def _summary(self) -> list[str]:

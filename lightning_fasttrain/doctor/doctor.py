@@ -6,11 +6,9 @@ from time import perf_counter
 from typing import Any
 
 import lightning as L
-from rich.console import Console
 
 from lightning_fasttrain.core.checks import PositiveInt, check_arguments
 from lightning_fasttrain.core.distributed import rank_here
-from lightning_fasttrain.core.messages import wide_enough
 from lightning_fasttrain.doctor.diagnose import diagnose
 from lightning_fasttrain.doctor.diagnosis import Diagnosis
 from lightning_fasttrain.doctor.observation.watch import MANY_STEPS, StepCount, Watch
@@ -142,4 +140,4 @@ class Doctor(L.Callback):
 
 def show(diagnosis: Diagnosis) -> None:
     """Print a diagnosis on the terminal."""
-    wide_enough(Console()).print(diagnosis.as_table())
+    diagnosis.as_table().print()

@@ -10,7 +10,7 @@ from lightning_fasttrain.core.atomic_write import write_atomic
 from lightning_fasttrain.core.messages import format_bytes, format_ms, number_of
 from lightning_fasttrain.doctor.diagnosis import Diagnosis, Finding, describe_cost
 from lightning_fasttrain.doctor.observation.step_records import LineTime
-from lightning_fasttrain.profiling.memory_record import CATEGORIES, COLOURS, MemoryRecord
+from lightning_fasttrain.profiling.memory_record import CATEGORIES, COLOURS, MemoryRecord, fill_page
 
 # Phase → colour, and what a reader sees.
 PHASES = {
@@ -35,7 +35,7 @@ def draw_phases(phase_ms: Mapping[str, float]) -> Iterator[str]:
     total = sum(phase_ms.values()) or 1.0
     yield "<table>"
     for label, ms, colour in parts:
-        key = f'<i class=key style="background:{colour}"></i>{label}'
+        key = f'<i style="background:{colour}"></i>{label}'
         yield f"<tr><td>{key}<td>{format_ms(ms)} ms<td>{ms / total:.0%}"
     yield "</table>"
 
@@ -49,7 +49,7 @@ def draw_blocks(block_ms: Mapping[str, float]) -> Iterator[str]:
     yield from _bar(parts, "forward by block")
     slowest = sorted(block_ms.items(), key=lambda one: -one[1])[:3]
     listed = ", ".join(f"<code>{escape(name)}</code> {format_ms(ms)} ms" for name, ms in slowest)
-    yield f"<p class=faint>The slowest: {listed}.</p>"
+    yield f"<p>The slowest: {listed}.</p>"
 
 
 def _bar(parts: list[tuple[str, float, str]], what: str) -> Iterator[str]:
@@ -80,7 +80,7 @@ def draw_memory(record: MemoryRecord | None) -> Iterator[str]:
     if record is None or not record.peak_bytes:
         return
     yield f"<h2>Memory over a step: {format_bytes(record.peak_bytes)} at the peak</h2>"
-    yield f"<p class=faint>The peak is {escape(record.where)}. This step was slower, since it was recorded.</p>"
+    yield f"<p>The peak is {escape(record.where)}. This step was slower, since it was recorded.</p>"
     yield f'<svg viewBox="0 0 {_WIDTH} {_AREA + _TICK}" width="100%" role="img" aria-label="memory of a step">'
     for category, outline in _stacked(record):
         title = f"<title>{category}</title>"
@@ -91,7 +91,7 @@ def draw_memory(record: MemoryRecord | None) -> Iterator[str]:
         largest = ""
         if holder is not None:
             largest = f"<code>{escape(holder.name)}</code> {format_bytes(holder.nbytes)}"
-        key = f'<i class=key style="background:{COLOURS[category]}"></i>{category}'
+        key = f'<i style="background:{COLOURS[category]}"></i>{category}'
         yield f"<tr><td>{key}<td>{format_bytes(nbytes)}<td>{share:.0%}<td>{largest}"
     yield "</table>"
 
@@ -115,20 +115,13 @@ def _stacked(record: MemoryRecord) -> Iterator[tuple[str, str]]:
         below = above
 
 
-_STYLE = """
-:root { color-scheme: light dark; }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
+_STYLE = """<style>
 article { border-left: 4px solid #d1603d; padding: .2rem 0 .2rem 1rem; margin: 1rem 0; }
 article.accuracy { border-color: #a33; }
-div.cost { font-weight: 600; } .faint { opacity: .7; }
-pre, code { font: 13px/1.45 ui-monospace, monospace; }
-pre { overflow-x: auto; background: #8881; padding: .5rem; margin: .4rem 0; }
+div.cost { font-weight: 600; }
+pre { font: 13px/1.45 ui-monospace, monospace; overflow-x: auto; background: #8881; padding: .5rem; margin: .4rem 0; }
 mark { background: #e3a63d55; color: inherit; display: block; }
-table { border-collapse: collapse; } td, th { text-align: left; padding: .15rem .8rem .15rem 0; }
-svg text { fill: currentColor; font: 12px system-ui, sans-serif; }
-i.key { display: inline-block; width: .8em; height: .8em; margin-right: .4em; }
-"""
+</style>"""
 
 
 def save_diagnosis(diagnosis: Diagnosis, folder: str | os.PathLike[str]) -> list[Path]:
@@ -160,11 +153,8 @@ def render_page(diagnosis: Diagnosis) -> str:
         >>> "Nothing was found" in page, "<script" in page, "http" in page
         (True, False, False)
     """
-    title = f"{format_ms(diagnosis.step_ms)} ms per step on {diagnosis.device}"
-    parts = [
-        f"<!doctype html><html lang=en><meta charset=utf-8><title>fasttrain doctor: {title}</title>",
-        f"<style>{_STYLE}</style><h1>{title}</h1>",
-        f"<p class=faint>{number_of(diagnosis.steps, 'step')} timed, after a warm-up.</p>",
+    body = [
+        _STYLE,
         "<h2>Where the time of a step goes</h2>",
         *draw_phases(diagnosis.phase_ms),
         *draw_blocks(diagnosis.block_ms),
@@ -172,10 +162,12 @@ def render_page(diagnosis: Diagnosis) -> str:
         "<h2>What was found, the most expensive first</h2>",
         *_findings(diagnosis),
         *_lines(diagnosis),
-        *[f"<p class=faint>{escape(note)}.</p>" for note in diagnosis.notes],
-        "</html>\n",
+        *[f"<p>{escape(note)}.</p>" for note in diagnosis.notes],
     ]
-    return "\n".join(parts)
+    title = f"{format_ms(diagnosis.step_ms)} ms per step on {diagnosis.device}"
+    return fill_page(
+        title, f"fasttrain doctor: {number_of(diagnosis.steps, 'step')} timed, after a warm-up", "\n".join(body)
+    )
 
 
 def _findings(diagnosis: Diagnosis) -> Iterator[str]:
@@ -216,7 +208,7 @@ def _excerpt(finding: Finding) -> str:
 def _lines(diagnosis: Diagnosis) -> Iterator[str]:
     if diagnosis.lines:
         yield "<h2>Your lines that took longest</h2>"
-        yield "<p class=faint>A line counts with all that it calls outside of your own files.</p>"
+        yield "<p>A line counts with all that it calls outside of your own files.</p>"
         yield from _table_of_lines(diagnosis.lines)
 
 

@@ -4,15 +4,14 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
-from rich.table import Table
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_fasttrain.core.checks import PositiveFloat, PositiveShare, check_arguments, one_of
 from lightning_fasttrain.core.device import GIB
-from lightning_fasttrain.core.messages import FULL_WIDTH, Report, explain, format_bytes, titled_table
+from lightning_fasttrain.core.messages import Report, ReportTable, explain, format_bytes
 from lightning_fasttrain.estimate.accelerators import (
     Accelerator,
     energy_kwh,
@@ -166,8 +165,6 @@ class TrainingEstimate(Report):
         notes: assumptions and omissions.
     """
 
-    width: ClassVar[int] = FULL_WIDTH
-
     parameters: Mapping[str, int]
     flops: StepFlops
     length: float
@@ -202,15 +199,12 @@ class TrainingEstimate(Report):
         derived = {"batch": self.batch, "steps": self.steps, "batch_costs": self.batch_costs}
         return {**asdict(self), **derived, "flops_by_part": parts}
 
-    def as_table(self) -> Table:
-        """Build a ``rich`` table: what, how much, and how that is known."""
+    def as_table(self) -> ReportTable:
+        """Build the table: what, how much, and how that is known."""
         title = (
             f"Training of {format_count(self.flops.parameters)} parameters on {format_count(self.length)} {self._units}"
         )
-        table = titled_table(title, self.notes)
-        table.add_column("")
-        table.add_column("value", justify="right")
-        table.add_column("how it is known", overflow="fold")
+        table = ReportTable(title, {"": "name", "value": "number", "how it is known": "prose"}, self.notes)
         sections = (
             self._parameter_rows,
             self._flops_rows,
@@ -221,7 +215,7 @@ class TrainingEstimate(Report):
         )
         for rows in sections:
             for row in rows():
-                table.add_row(*row)
+                table.add(*row)
             table.add_section()
         return table
 

@@ -9,7 +9,6 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.seed import isolate_rng
-from rich.table import Table
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -19,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from lightning_fasttrain.core.batch import count_batch, loss_in
 from lightning_fasttrain.core.checks import NonNegativeInt, PositiveFloat, PositiveInt, check_arguments
 from lightning_fasttrain.core.host.lightning import attached_trainer
-from lightning_fasttrain.core.messages import Report, titled_table
+from lightning_fasttrain.core.messages import Report, ReportTable
 from lightning_fasttrain.core.modules.blocks import find_blocks
 from lightning_fasttrain.core.modules.parameters import count_elements
 from lightning_fasttrain.core.modules.select import is_inside
@@ -313,18 +312,19 @@ class StepFlops(Report):
             "gradients that are not needed (frozen weights, the batch)": self.not_needed,
         }
 
-    def as_table(self) -> Table:
-        """Build a ``rich`` table from 6 N to the count."""
-        table = titled_table(f"FLOPs of a step of {self.tokens:,} {self.unit}s, {self.counted:.4g}")
-        for name in ("", "FLOPs", f"per {self.unit}", "of the count"):
-            table.add_column(name, justify="left" if not name else "right")
+    def as_table(self) -> ReportTable:
+        """Build the table from 6 N to the count."""
+        numbers = dict.fromkeys(("FLOPs", f"per {self.unit}", "of the count"), "number")
+        table = ReportTable(
+            f"FLOPs of a step of {self.tokens:,} {self.unit}s, {self.counted:.4g}", {"": "name", **numbers}
+        )
         rows = {f"6 N, N = {self.parameters:,}": self.six_n, **self.parts(), "counted by torch": self.counted}
         if self.recomputed:
             rows["recomputed by techniques, besides"] = self.recomputed
         for name, flops in rows.items():
             if flops:
                 share = f"{flops / self.counted:+.1%}"
-                table.add_row(name, f"{flops:.4g}", f"{flops / self.tokens:.4g}", share)
+                table.add(name, f"{flops:.4g}", f"{flops / self.tokens:.4g}", share)
         return table
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_fasttrain.core.checks import check_arguments
-from lightning_fasttrain.core.messages import list_some
+from lightning_fasttrain.core.messages import ReportTable, list_some
 from lightning_fasttrain.core.modules.heads import find_heads
 from lightning_fasttrain.core.modules.select import base_of, group_by_reason
 from lightning_fasttrain.finetune.adapters.add_adapter import adapter_parameters
@@ -51,14 +51,13 @@ class ByteAccount:
 
     def __str__(self) -> str:
         whole = max(self.total, 1)
-        rows = [("kind", "MiB", "share")]
+        notes = [f"not quantised: {list_some(names)}: {reason}" for reason, names in group_by_reason(self.left).items()]
+        table = ReportTable("", {"kind": "name", "MiB": "number", "share": "number"}, notes)
         for kind, nbytes in self.by_kind().items():
-            rows.append((kind, f"{nbytes / 2**20:,.2f}", f"{nbytes / whole:.1%}"))
-        rows += [("all", f"{self.total / 2**20:,.2f}", ""), ("trains", f"{self.trained / 2**20:,.2f}", "")]
-        lines = [f"{kind:<12}{mib:>12}{share:>8}".rstrip() for kind, mib, share in rows]
-        for reason, names in group_by_reason(self.left).items():
-            lines.append(f"not quantised: {list_some(names)}: {reason}")
-        return "\n".join(lines)
+            table.add(kind, f"{nbytes / 2**20:,.2f}", f"{nbytes / whole:.1%}")
+        table.add("all", f"{self.total / 2**20:,.2f}", "")
+        table.add("trains", f"{self.trained / 2**20:,.2f}", "")
+        return str(table)
 
 
 @check_arguments
@@ -80,9 +79,10 @@ def account_bytes(model: nn.Module) -> ByteAccount:
         >>> account.by_kind()["adapters"], account.trained
         (2048, 2048)
         >>> print(account)
-        kind                 MiB   share
-        4 bits              0.01   23.2%
-        embeddings          0.02   59.1%
+        kind         MiB  share
+        ───────────────────────
+        4 bits      0.01  23.2%
+        embeddings  0.02  59.1%
         ...
 
     Source:

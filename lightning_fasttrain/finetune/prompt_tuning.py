@@ -361,7 +361,7 @@ class PromptTuning(Adapter):
     """
 
     effect: ClassVar[str] = "trains a few virtual tokens before the input of a Hugging Face model"
-    when: ClassVar[str] = "a large model, a small task, and thousands of tasks to be kept; not for small models"
+    when: ClassVar[str] = "the model is large, the task small, and thousands of tasks are kept; not for small models"
     in_a_loop: ClassVar[str] = "apply(model, [finetune.PromptTuning(...)])"
 
     def __init__(
@@ -428,7 +428,7 @@ class PrefixTuning(Adapter):
     """
 
     effect: ClassVar[str] = "trains a few virtual keys and values before every layer's of a Hugging Face model"
-    when: ClassVar[str] = "as PromptTuning, where virtual tokens before the input alone are too few"
+    when: ClassVar[str] = "virtual tokens before the input alone, as of PromptTuning, are too few"
     in_a_loop: ClassVar[str] = "apply(model, [finetune.PrefixTuning(...)])"
 
     def __init__(

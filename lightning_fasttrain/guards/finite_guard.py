@@ -219,7 +219,7 @@ class FiniteGuard(StepGuard):
     """
 
     effect: ClassVar[str] = "a step with NaN or infinity is skipped on all ranks; batch, rank and layer are named"
-    when: ClassVar[str] = "a long run in low precision or on unclean data"
+    when: ClassVar[str] = "a run is long, in low precision or on unclean data"
     in_a_loop: ClassVar[str] = "guards.FiniteSteps().guard_(optimizer, model)"
     steps: FiniteSteps
 

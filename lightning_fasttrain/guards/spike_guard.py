@@ -280,7 +280,7 @@ class SpikeGuard(StepGuard):
 
     exactness: ClassVar[Exactness] = Exactness.CHANGES_TRAINING  # where there is a spike
     effect: ClassVar[str] = "a step with a spike of loss or gradient is skipped, or the run rewinds to a checkpoint"
-    when: ClassVar[str] = "a long run that diverges now and then; not where losses differ widely from batch to batch"
+    when: ClassVar[str] = "a long run diverges now and then; not where losses differ widely from batch to batch"
     in_a_loop: ClassVar[str] = "guards.SteadySteps().guard_(optimizer)"
     steps: SteadySteps
 

@@ -196,7 +196,7 @@ class ProgressiveResizing(GrowingBatches):
         "resize_targets": "targets",
     }
     effect: ClassVar[str] = "small images at first, of growing size: cheaper early steps"
-    when: ClassVar[str] = "training on images from scratch; not where small details decide, or the loader is the limit"
+    when: ClassVar[str] = "you train on images from scratch; not where small details decide, or the loader is the limit"
     in_a_loop: ClassVar[str] = "for batch in loaders.grow_images(loader, growth)"
     predicted: ClassVar[bool] = True
 

@@ -5,9 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rich.table import Table
-
-from lightning_fasttrain.core.messages import Report, format_bytes, titled_table
+from lightning_fasttrain.core.messages import Report, ReportTable, format_bytes
 from lightning_fasttrain.memory.allocation_trace import Allocation
 from lightning_fasttrain.profiling.memory_record import CATEGORIES
 
@@ -69,24 +67,22 @@ class MemoryReport(Report):
     host_bytes: int = 0
     nvme_bytes: int = 0
 
-    def as_table(self) -> Table:
-        """Build a ``rich`` table with the categories and the largest holders."""
+    def as_table(self) -> ReportTable:
+        """Build the table with the categories and the largest holders."""
         where = f"{self.phase} of {self.module}" if self.module else self.phase
         peak = f"Peak {self._format_peak()} on {self.device}, {self.precision}"
-        table = titled_table(f"{peak}, in the {where}: {self.op}", self.notes)
-        table.add_column("")
-        table.add_column("at the peak", justify="right")
-        table.add_column("at most", justify="right")
+        columns = {"": "name", "at the peak": "number", "at most": "number"}
+        table = ReportTable(f"{peak}, in the {where}: {self.op}", columns, self.notes)
         for category in CATEGORIES:
-            table.add_row(category, format_bytes(self.at_peak[category]), format_bytes(self.peaks[category]))
+            table.add(category, format_bytes(self.at_peak[category]), format_bytes(self.peaks[category]))
         for place, nbytes in (("host memory", self.host_bytes), ("disk", self.nvme_bytes)):
             if nbytes:
-                table.add_row(f"offloaded to {place}", "", format_bytes(nbytes))
+                table.add(f"offloaded to {place}", "", format_bytes(nbytes))
         table.add_section()
         for holder in self.holders:
             made_by = f" by {holder.op}" if holder.op else ""
             name = f"{holder.module or 'outside of modules'}: {holder.count} {holder.category}{made_by}"
-            table.add_row(name, format_bytes(holder.nbytes), "")
+            table.add(name, format_bytes(holder.nbytes), "")
         return table
 
     def _format_peak(self) -> str:

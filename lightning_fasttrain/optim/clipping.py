@@ -133,7 +133,7 @@ class AdaptiveClipping(Technique):
 
     exactness: ClassVar[Exactness] = Exactness.CHANGES_TRAINING
     effect: ClassVar[str] = "each unit's gradient is clipped by the norm of its weights"
-    when: ClassVar[str] = "large batches or learning rates, no normalization layers; not with clipping by norm"
+    when: ClassVar[str] = "batches or learning rates are large, without normalization layers; not with clipping by norm"
     in_a_loop: ClassVar[str] = "optim.clip_adaptively_(parameters)"
     predicted: ClassVar[bool] = True
 
@@ -230,7 +230,7 @@ class WeightClipping(Technique):
 
     exactness: ClassVar[Exactness] = Exactness.CHANGES_TRAINING
     effect: ClassVar[str] = "weights stay within a limit"
-    when: ClassVar[str] = "critics of Wasserstein GANs; otherwise prefer weight decay"
+    when: ClassVar[str] = "you train critics of Wasserstein GANs; otherwise prefer weight decay"
     in_a_loop: ClassVar[str] = "optim.clip_weights_(parameters, limit)"
     predicted: ClassVar[bool] = True
 

@@ -1,6 +1,6 @@
 """Schedules as closed forms, and the request that one is made from."""
 
-import io
+import functools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -316,12 +316,10 @@ def save_picture(points: list[Point], title: str, clock: str, path: str | Path) 
     if kind not in _KINDS:
         raise ValueError(explain(f"{path}", "expected an SVG or PNG file", "Use schedule.svg"))
     require("matplotlib", extra="plots")
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 3.6), layout="constrained")
     # Not pyplot, which selects a backend for the whole process and keeps its figures.
-    FigureCanvasAgg(figure)
+    figure = Figure(figsize=(8, 3.6), layout="constrained")
     axes = figure.subplots()
     places, rates = zip(*points, strict=True)
     axes.plot(places, rates, color="#3b6ea8", linewidth=1.8)
@@ -333,6 +331,4 @@ def save_picture(points: list[Point], title: str, clock: str, path: str | Path) 
     axes.margins(x=0)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format=kind.removeprefix("."), dpi=150)
-    return write_atomic(path, drawn.getvalue())
+    return write_atomic(path, functools.partial(figure.savefig, format=kind.removeprefix("."), dpi=150))

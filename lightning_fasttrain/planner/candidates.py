@@ -231,7 +231,7 @@ class Choice:
     def __str__(self) -> str:
         said = [self.precision]
         if self.parts > 1:
-            said.append(f"{self.parts} parts")
+            said.append(f"{self.parts} micro-batches")
         return ", ".join([*said, *(f"{axis} {word}" for axis, word in self._switched())])
 
 

@@ -4,17 +4,17 @@ import json
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import lightning as L
 import yaml
-from rich.table import Table
 
 from lightning_fasttrain.core.atomic_write import write_atomic
 from lightning_fasttrain.core.checks import require
 from lightning_fasttrain.core.device import GIB
-from lightning_fasttrain.core.messages import FULL_WIDTH, Report, titled_table
+from lightning_fasttrain.core.messages import Report, ReportTable
 from lightning_fasttrain.planner.candidates import Choice, strategy_code
 from lightning_fasttrain.planner.timing import compare_times
 from lightning_fasttrain.strategy.choose_strategy import StrategyChoice
@@ -66,8 +66,6 @@ class Plan(Report):
         seconds: duration of the planning.
         notes: assumptions.
     """
-
-    width: ClassVar[int] = FULL_WIDTH
 
     chosen: Tried
     plain: Tried
@@ -134,16 +132,15 @@ class Plan(Report):
         """Write :meth:`as_dict` as JSON: to a temporary file first."""
         return write_atomic(path, json.dumps(self.as_dict(), indent=2))
 
-    def as_table(self) -> Table:
-        """Build a ``rich`` table of the candidates: predicted and measured memory, time, and why not."""
+    def as_table(self) -> ReportTable:
+        """Build the table of the candidates: predicted and measured memory, time, and why not."""
         how = "measured" if self.measured else "predicted alone"
         if self.strategy is not None:
             how += f", {self.strategy.devices} devices with {self.strategy.name}"
         said = [*self.reasons, *(f"{name}: {why}" for name, why in self.left_out.items()), *self.notes]
         title = f"Plan for {self.limit_gib:.4g} GiB on {self.device}, {how}: {self.chosen.choice}"
-        table = titled_table(title, said)
-        for name in ("choice", "predicted GiB", "measured GiB", "ms/step", "why not"):
-            table.add_column(name, justify="right" if "GiB" in name or "ms" in name else "left")
+        numbers = dict.fromkeys(("predicted GiB", "measured GiB", "ms/step"), "number")
+        table = ReportTable(title, {"choice": "name", **numbers, "why not": "prose"}, said)
         for tried in self.tried:
             peak, about = "", "≈"
             if tried.peak_bytes:
@@ -151,7 +148,7 @@ class Plan(Report):
             if tried.step_ms:
                 about = ""
             cells = [f"{tried.predicted_bytes / GIB:.3f}", peak, f"{about}{tried.ms:,.1f}", tried.why_not or "chosen"]
-            table.add_row(str(tried.choice), *cells)
+            table.add(str(tried.choice), *cells)
         return table
 
     def save_picture(self, path: str | Path) -> Path:
@@ -160,18 +157,18 @@ class Plan(Report):
         Raises:
             ModuleNotFoundError: matplotlib is missing.
         """
-        pyplot: Any = require("matplotlib.pyplot", extra="plots")
-        figure, axes = pyplot.subplots(figsize=(7, 4.5))
+        require("matplotlib", extra="plots")
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(7, 4.5), layout="constrained")
+        axes = figure.subplots()
         axes.scatter(*_places(self.tried), color="0.7", label="tried")
         axes.plot(*_places(sorted(_frontier(self.tried), key=_gib)), label="frontier")
         axes.scatter(*_places([self.chosen]), marker="*", s=180, label="chosen")
         axes.axvline(self.limit_gib, linestyle="--", color="0.4", label="limit")
         axes.set(xlabel="peak memory, GiB", ylabel="ms a step", title=str(self.chosen.choice))
         axes.legend()
-        figure.tight_layout()
-        figure.savefig(path, dpi=120)
-        pyplot.close(figure)
-        return Path(path)
+        return write_atomic(path, partial(figure.savefig, format=Path(path).suffix[1:] or "png", dpi=120))
 
 
 def _gib(tried: Tried) -> float:

@@ -10,13 +10,12 @@ import lightning as L
 import torch
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from rich.table import Table
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_fasttrain.core.checks import check_arguments, one_of
 from lightning_fasttrain.core.host.lightning import list_callbacks
-from lightning_fasttrain.core.messages import Report, describe_error, explain, format_bytes, titled_table
+from lightning_fasttrain.core.messages import Report, ReportTable, describe_error, explain, format_bytes
 from lightning_fasttrain.core.modules.parameters import count_parameters
 from lightning_fasttrain.memory.fake_step import Factory, fake_model
 from lightning_fasttrain.memory.memory_report import MemoryReport
@@ -175,22 +174,21 @@ class UnusedReport(Report):
     precision: str
     notes: tuple[str, ...] = ()
 
-    def as_table(self) -> Table:
-        """Build a ``rich`` table of the memory with each technique, and of the reasons against it."""
+    def as_table(self) -> ReportTable:
+        """Build the table of the memory with each technique, and of the reasons against it."""
         peak = ""
         if self.peak_bytes is not None:
             peak = f", predicted peak {format_bytes(self.peak_bytes)}"
         used = ", ".join(self.used) or "nothing"
-        table = titled_table(f"Not in use on {self.device}, {self.precision}; in use: {used}{peak}", self.notes)
-        table.add_column("technique")
-        table.add_column("peak", justify="right")
-        table.add_column("why not, or when it pays", overflow="fold")
+        title = f"Not in use on {self.device}, {self.precision}; in use: {used}{peak}"
+        columns = {"technique": "name", "peak": "number", "why not, or when it pays": "prose"}
+        table = ReportTable(title, columns, self.notes)
         for row in self.rows:
             factor = "" if row.factor is None else f"×{row.factor:.2f}"
             says, style = f"pays when {row.when}", ""
             if row.why_not is not None:
                 says, style = row.why_not, "dim"
-            table.add_row(row.tried or row.name, factor, says, style=style)
+            table.add(row.tried or row.name, factor, says, style=style)
         return table
 
 

@@ -3,7 +3,7 @@
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property, reduce
 from html import escape
@@ -12,11 +12,9 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
-from rich.table import Table
-
 from lightning_fasttrain.core.atomic_write import write_atomic
 from lightning_fasttrain.core.checks import check_arguments, one_of, require
-from lightning_fasttrain.core.messages import UNITS, Report, explain, format_bytes, titled_table
+from lightning_fasttrain.core.messages import UNITS, Report, ReportTable, explain, format_bytes
 from lightning_fasttrain.core.safe_load import parse_json
 
 if TYPE_CHECKING:
@@ -78,8 +76,6 @@ class Holder(NamedTuple):
 @dataclass
 class MemoryRecord(Report):
     """Memory over a few training steps, in six categories that always add up to the total.
-
-    It prints as a table, with rich too.
 
     Attributes:
         device: device of the memory.
@@ -226,19 +222,14 @@ class MemoryRecord(Report):
             holders = self.holders(name)
             yield name, nbytes, nbytes / (self.peak_bytes or 1), self.peaks[name], holders[0] if holders else None
 
-    def as_table(self) -> Table:
-        table = titled_table(f"Peak memory {format_bytes(self.peak_bytes)} on {self.device}, {self.where}")
-        table.add_column("category")
-        for heading in ("at the peak", "share", "own peak"):
-            table.add_column(heading, justify="right")
-        table.add_column("largest holder at the peak")
+    def as_table(self) -> ReportTable:
+        title = f"Peak memory {format_bytes(self.peak_bytes)} on {self.device}, {self.where}"
+        numbers = dict.fromkeys(("at the peak", "share", "own peak"), "number")
+        table = ReportTable(title, {"category": "name", **numbers, "largest holder at the peak": "name"})
         for name, nbytes, share, own_peak, holder in self.list_categories():
             largest = f"{holder.name}  {format_bytes(holder.nbytes)}" if holder is not None else ""
-            table.add_row(name, format_bytes(nbytes), f"{share:.0%}", format_bytes(own_peak), largest)
+            table.add(name, format_bytes(nbytes), f"{share:.0%}", format_bytes(own_peak), largest)
         return table
-
-    def __rich__(self) -> Table:
-        return self.as_table()
 
 
 COLOURS: dict[str, str] = dict(
@@ -282,16 +273,24 @@ def memory_page(record: MemoryRecord) -> str:
             f"<td>{format_bytes(own_peak)}</td><td>{largest}</td></tr>"
         )
     parts = {
-        "title": escape(f"{format_bytes(record.peak_bytes)} at the peak"),
-        "summary": escape(f"on {record.device}, {record.where}"),
         "colours": " ".join(colours),
         "rows": "\n".join(rows),
         "total": format_bytes(record.peak_bytes),
         # Inserted last, since a name in the data may look like a placeholder.
         "data": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),  # prevents tags in the data
     }
-    page = files("lightning_fasttrain.profiling").joinpath("memory_page.html").read_text(encoding="utf-8")
-    return reduce(lambda page, part: page.replace(f"%{part[0]}%", part[1]), parts.items(), page)
+    title = f"{format_bytes(record.peak_bytes)} at the peak"
+    return fill_page(title, f"on {record.device}, {record.where}", _fill("memory_page.html", parts))
+
+
+def fill_page(title: str, summary: str, body: str) -> str:
+    """Return a page that needs no other file: its title, a line below it, and ``body``, which is HTML."""
+    return _fill("page.html", {"title": escape(title), "summary": escape(summary), "body": body})
+
+
+def _fill(template: str, parts: Mapping[str, str]) -> str:
+    text = files("lightning_fasttrain.profiling").joinpath(template).read_text(encoding="utf-8")
+    return reduce(lambda text, part: text.replace(f"%{part[0]}%", part[1]), parts.items(), text)
 
 
 KINDS = ("html", "json", "png", "txt")

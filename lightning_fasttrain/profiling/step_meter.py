@@ -20,7 +20,7 @@ from lightning_fasttrain.core.checks import NonNegativeInt, PositiveFloat, check
 from lightning_fasttrain.core.device import DeviceTimer, dtype_of, peak_flops
 from lightning_fasttrain.core.distributed import gather_values, is_sharded
 from lightning_fasttrain.core.host.lightning import is_time_to_log, log_to_all
-from lightning_fasttrain.core.messages import say, warn
+from lightning_fasttrain.core.messages import format_ms, say, warn
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.technique import Technique
 
@@ -373,7 +373,7 @@ class StepMeter(Technique):
             if self.flops is not None:
                 self._peak_flops = peak_flops(trainer.strategy.root_device, dtype_of(trainer.precision))
             found = self.summary()
-            values = ", ".join(f"{name} {value:.4g}" for name, value in found.items())
+            values = ", ".join(f"{name} {format_ms(value)}" for name, value in found.items())
             say("StepMeter: %s", values or f"nothing was measured: the fit ended within the first {self.warmup} steps")
 
 

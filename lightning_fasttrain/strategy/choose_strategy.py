@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, Strategy
-from rich.table import Table
 from torch import nn
 from torch.optim import Muon, Optimizer
 
 from lightning_fasttrain.core.checks import PositiveFloat, PositiveInt, check_arguments, one_of, require
 from lightning_fasttrain.core.device import GIB
-from lightning_fasttrain.core.messages import Report, explain
+from lightning_fasttrain.core.messages import Report, ReportTable, explain
 from lightning_fasttrain.core.modules.parameters import quantized_tensors
 from lightning_fasttrain.memory.fake_step import fake_model
 from lightning_fasttrain.optim.named.build_optimizer import NamedOptimizer, is_known
@@ -147,8 +146,8 @@ class StrategyChoice(Report):
             "candidates": [candidate.as_dict() for candidate in self.candidates],
         }
 
-    def as_table(self) -> Table:
-        """Return a ``rich`` table of each candidate's memory on one rank and traffic per step, in GiB."""
+    def as_table(self) -> ReportTable:
+        """Build the table of each candidate's memory on one rank and traffic per step, in GiB."""
         where = f"{self.devices} devices"
         if self.nodes > 1:
             where = f"{where} in {self.nodes} nodes"

@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from rich.table import Table
 from torch import Tensor, nn
 
 from lightning_fasttrain.core.device import GIB
-from lightning_fasttrain.core.messages import explain, titled_table
+from lightning_fasttrain.core.messages import ReportTable, explain
 from lightning_fasttrain.memory.memory_report import MemoryReport
 from lightning_fasttrain.memory.predict_memory import predict_strategies
 
@@ -163,8 +162,8 @@ def fits_table(
     fits: Sequence[Fit],
     chosen: str,
     columns: Mapping[str, Sequence[str]] | None = None,
-) -> Table:
-    """Return a ``rich`` table of the memory of each strategy, in GiB on one rank.
+) -> ReportTable:
+    """Return the table of the memory of each strategy, in GiB on one rank.
 
     Args:
         title: the title.
@@ -174,21 +173,18 @@ def fits_table(
         columns: heading → further cells, one for each row.
     """
     columns = columns or {}
-    table = titled_table(title, notes)
-    table.add_column("strategy", no_wrap=True)
     headings = ["params", "grads", "optimizer", "other", "device", "host"]
     if any(fit.memory.nvme_bytes for fit in fits):
         headings.append("disk")
-    for heading in (*headings, *columns):
-        table.add_column(heading, justify="right")
+    table = ReportTable(title, {"strategy": "name", **dict.fromkeys((*headings, *columns), "number")}, notes)
     for number, fit in enumerate(fits):
         memory = fit.memory
         figures = (*fit.states, fit.other_bytes, fit.device_bytes, memory.host_bytes, memory.nvme_bytes)
-        name, style = fit.name, None
+        name, style = fit.name, ""
         if fit.name == chosen:
             name, style = f"{fit.name} ←", "bold"
         more = [cells[number] for cells in columns.values()]
-        table.add_row(name, *map(gib, figures[: len(headings)]), *more, style=style)
+        table.add(name, *map(gib, figures[: len(headings)]), *more, style=style)
     return table
 
 

@@ -8,14 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from rich import box
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_fasttrain.core.checks import check_arguments
+from lightning_fasttrain.core.messages import ReportTable
 
 Number = Tensor | float
 Kind = Literal["mean", "sum", "quotient", "parameter", "nonlinear", "opaque"]
@@ -99,13 +97,10 @@ class Normalizers:
         return all(term.trains_nothing for term in self.terms)
 
     def __str__(self) -> str:
-        table = Table("term", "coefficient", "normalizer", "reduction", box=box.SIMPLE)
+        table = ReportTable("", dict.fromkeys(("term", "coefficient", "normalizer", "reduction"), "name"))
         for term in self.terms:
-            table.add_row(term.kind, _show(term.coefficient), _show(term.normalizer), term.name)
-        console = Console(width=80)
-        with console.capture() as shown:
-            console.print(table)
-        return shown.get()
+            table.add(term.kind, _show(term.coefficient), _show(term.normalizer), term.name)
+        return str(table)
 
 
 @check_arguments

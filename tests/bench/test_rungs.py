@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from lightning_fasttrain.bench.ladder.results import (
-    Measured,
     Row,
     fastest_with_half_the_memory,
     judge,
@@ -232,10 +231,10 @@ def test_nothing_is_carried_onto_a_failed_baseline():
 
 
 def test_parity_is_that_of_the_worst_step():
-    naive = Measured(losses=[5.0, 4.0, 3.0])
-    assert loss_parity(Measured(losses=[5.0, 4.5, 3.0]), naive) == 0.5
-    assert loss_parity(Measured(error="boom"), naive) is None
-    assert loss_parity(Measured(losses=[5.0]), Measured(error="boom")) is None
+    naive = Row(losses=[5.0, 4.0, 3.0])
+    assert loss_parity(Row(losses=[5.0, 4.5, 3.0]), naive) == 0.5
+    assert loss_parity(Row(error="boom"), naive) is None
+    assert loss_parity(Row(losses=[5.0]), Row(error="boom")) is None
 
 
 def test_a_loss_that_is_no_number_is_a_failure():

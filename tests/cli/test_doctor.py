@@ -1,11 +1,9 @@
-import io
 import re
 import shutil
 import tomllib
 
 import pytest
 from packaging.requirements import Requirement
-from rich.console import Console
 
 from lightning_fasttrain.cli import doctor
 from lightning_fasttrain.core.device import hardware, package_version, versions
@@ -76,9 +74,7 @@ def test_without_bf16_units_it_measures_what_bf16_costs(monkeypatch):
 
 def test_the_table_shows_commands_whole():
     finding = doctor.Finding("torchao", "missing", "for float8", "pip install 'lightning-fasttrain[ao]'")
-    console = Console(width=120, record=True, file=io.StringIO())
-    console.print(doctor.as_table([finding]))
-    assert "pip install 'lightning-fasttrain[ao]'" in console.export_text()
+    assert "pip install 'lightning-fasttrain[ao]'" in doctor.as_table([finding]).as_text(120)
 
 
 def test_hardware_and_versions_are_filled_in():

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from lightning_fasttrain.bench.gpt import ATTENTIONS, Size, size_named
-from lightning_fasttrain.bench.ladder.results import Skipped
 from lightning_fasttrain.bench.ladder.rungs import Rung, choose_rungs, rungs
 from lightning_fasttrain.bench.ladder.turns import FEWEST_TURNS
 from lightning_fasttrain.bench.text import check_enough, encode_text, read_text
@@ -30,7 +29,7 @@ class Ladder:
     size: Size
     tokens: np.ndarray
     rungs: tuple[Rung, ...]
-    skipped: tuple[Skipped, ...]
+    skipped: tuple[dict[str, str], ...]
     baselines: tuple[str, ...]
     out: Path
     each: bool
@@ -38,7 +37,7 @@ class Ladder:
     fast_bf16: bool
     warmup: int
     turns: int
-    command: str
+    command: str = ""
 
 
 def prepare(
@@ -90,33 +89,21 @@ def prepare(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     units = fast_bf16(device)
     runnable: list[Rung] = []
-    skipped: list[Skipped] = []
+    skipped: list[dict[str, str]] = []
     for rung in choose_rungs(ladder(resized.micro_batches), names, extra=(STRONG, BARE, PADDED)):
         reason = _why_not(rung, device, units)
         if reason:
-            skipped.append(Skipped(rung.name, rung.title, reason))
+            skipped.append({"name": rung.name, "title": rung.title, "reason": reason})
         else:
             runnable.append(rung)
     baselines = tuple(name for name in (STRONG, BARE, PADDED) if names is None or name in names)
     folder = writable_folder(out)
     tokens = encode_text(read_text(text), resized.tokens, resized.model.vocabulary)
     check_enough(tokens, resized.batch, resized.model.context)
-    prepared = Ladder(
-        size_name=size_name,
-        size=resized,
-        tokens=tokens,
-        rungs=tuple(runnable),
-        skipped=tuple(skipped),
-        baselines=baselines,
-        out=folder,
-        each=each,
-        device=device,
-        fast_bf16=units,
-        # On a GPU steps are short, and the first ones set up libraries and the allocator.
-        warmup=5 if device == "cuda" else 1,
-        turns=turns,
-        command="",
-    )
+    # On a GPU steps are short, and the first ones set up libraries and the allocator.
+    how = {"each": each, "device": device, "fast_bf16": units, "warmup": 5 if device == "cuda" else 1, "turns": turns}
+    chosen = {"rungs": tuple(runnable), "skipped": tuple(skipped), "baselines": baselines}
+    prepared = Ladder(size_name=size_name, size=resized, tokens=tokens, out=folder, **chosen, **how)
     return replace(prepared, command=_command_of(prepared, names, text))
 
 

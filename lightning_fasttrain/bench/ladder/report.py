@@ -1,98 +1,83 @@
 """Show a ladder: lines while it runs, a table in the terminal, a picture in a file."""
 
-import io
 import math
 import textwrap
 from collections.abc import Mapping
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
-from lightning_fasttrain.bench.ladder.results import TIME_WORTH, Climbed, Row, Top, error_of_product
+from lightning_fasttrain.bench.ladder.results import TIME_WORTH, Climbed, Row, error_of_product
 from lightning_fasttrain.core.atomic_write import write_atomic
-from lightning_fasttrain.core.messages import FULL_WIDTH
+from lightning_fasttrain.core.messages import ReportTable, wrap
 
-# In the order in which a narrow terminal goes without them, the last one first.
-_BY_WEIGHT = (
-    *("rung", "ms/step", "peak MiB", "× naive", "÷ naive", "on this device", "max |Δloss|", "exactness"),
-    *("÷ strong", "× strong", "loss"),
-)
-_COLUMNS = (
-    *("rung", "ms/step", "× naive", "× strong", "peak MiB", "÷ naive", "÷ strong"),
-    *("loss", "max |Δloss|", "exactness", "on this device"),
-)
+# Heading → kind of the column; a narrow terminal has the last ones below their row.
+_COLUMNS = {
+    "rung": "name",
+    **dict.fromkeys(("ms/step", "× naive", "peak MiB", "÷ naive", "max |Δloss|"), "number"),
+    "exactness": "name",
+    **dict.fromkeys(("× strong", "÷ strong", "loss"), "number"),
+    "on this device": "prose",
+}
 _CLOCKS = {
     "processor": "ms/step: processor time, summed over the cores",
     "device": "ms/step: by events of the GPU",
     "wall": "ms/step: by the clock",
 }
-_OF_EACH = ("ms/step", "× naive", "peak MiB", "÷ naive", "max |Δloss|")
-_BETWEEN_COLUMNS = 3  # a space on both sides, and one of the box
-_TEXT = ("rung", "exactness", "on this device")
+_OF_EACH = ("rung", "ms/step", "× naive", "peak MiB", "÷ naive", "max |Δloss|", "on this device")
 
 
-def as_table(ladder: Climbed, width: int = FULL_WIDTH) -> Table:
+def as_table(ladder: Climbed) -> ReportTable:
     """Return the ladder as a table, compared with both baselines.
 
     Args:
         ladder: what ``ladder.json`` holds.
-        width: columns of the terminal; what does not fit is left out, from the least important column on.
     """
     naive, strong = ladder.rungs[0], ladder.strong or Row()
-    rungs = [_cells(row, naive, strong) for row in ladder.rungs]
-    rungs += [{"rung": one.title, "on this device": "skipped"} for one in ladder.skipped]
-    baselines = [_cells(row, naive, strong) for row in ladder.baselines]
-    padded = [_cells(row, ladder.padded[0], Row()) for row in ladder.padded]
-    kept = _fitting_columns([*rungs, *baselines, *padded], width)
     model = ladder.model
     title = f"{model['size']} · {model['tokens_per_step']:,} tokens/step · {_name_machine(ladder)}"
-    caption = (
+    notes = [
         f"(rung): not carried. {_CLOCKS[ladder.clock]}. ×: times as fast, ÷: times less memory, than that baseline."
-    )
-    if padded:
-        caption += " Padded texts are compared with each other."
-    if len(kept) < len(_COLUMNS):
-        caption += " A wider terminal shows more columns."
-    table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    for name in kept:
-        table.add_column(name, justify="left" if name in _TEXT else "right", no_wrap=True)
-    for cells in rungs:
-        style = "dim" if _is_dim(cells) else None
-        table.add_row(*_texts(cells, kept), style=style)
-    for section in (baselines, padded):
-        table.add_section()
-        for cells in section:
-            table.add_row(*_texts(cells, kept))
+    ]
+    if ladder.padded:
+        notes.append("Padded texts are compared with each other.")
+    table = ReportTable(title, _COLUMNS, notes)
+    for row in ladder.rungs:
+        _add(table, _cells(row, naive, strong))
+    for one in ladder.skipped:
+        _add(table, {"rung": one["title"], "on this device": "skipped"})
+    padded = next(iter(ladder.padded), naive)
+    for rows, base, other in ((ladder.baselines, naive, strong), (ladder.padded, padded, Row())):
+        if rows:
+            table.add_section()
+        for row in rows:
+            _add(table, _cells(row, base, other))
     return table
 
 
-def _texts(cells: dict[str, str], columns: list[str]) -> list[str]:
-    return [_escape(cells.get(name, "")) for name in columns]
+def as_table_of_each(ladder: Climbed) -> ReportTable | None:
+    """Return a table of each rung alone on top of naive; None if they were not run."""
+    table = ReportTable("each rung alone, on top of naive", {name: _COLUMNS[name] for name in _OF_EACH})
+    for row in ladder.rungs:
+        if row.alone is not None:
+            cells = _cells(row.alone, ladder.rungs[0], Row())
+            _add(table, {**cells, "rung": row.title, "on this device": row.alone.error or ""})
+    return table if table.rows else None
+
+
+def _add(table: ReportTable, cells: Mapping[str, str]) -> None:
+    style = "dim" if cells["rung"].startswith("(") or "ms/step" not in cells else ""
+    table.add(*(cells.get(name, "") for name in table.headings), style=style)
 
 
 def _name_machine(ladder: Climbed) -> str:
     machine = ladder.hardware
     return machine["gpu"] or f"{machine['cpu']}, {machine['cores']} cores"
-
-
-def _fitting_columns(rows: list[dict[str, str]], width: int) -> list[str]:
-    """Return the columns that fit into so many characters without cutting a word."""
-    kept, taken = [], 0
-    for name in _BY_WEIGHT:
-        taken += max(len(name), *(len(cells.get(name, "")) for cells in rows)) + _BETWEEN_COLUMNS
-        if taken > width and kept:
-            break
-        kept.append(name)
-    return [name for name in _COLUMNS if name in kept]
-
-
-def _is_dim(cells: dict[str, str]) -> bool:
-    return cells["rung"].startswith("(") or "ms/step" not in cells
 
 
 def as_line(row: Row, naive: Row) -> str:
@@ -101,13 +86,13 @@ def as_line(row: Row, naive: Row) -> str:
     Example:
         >>> half = Row(title="bf16 mixed", step_ms=50, peak_mib=800, plus_minus=0.02, verdict="Needs less.")
         >>> as_line(half, Row(step_ms=100, peak_mib=800))
-        'bf16 mixed                       50.00 ms ×2.00 ±0.04        800.0 MiB ÷1.00   Needs less.'
+        'bf16 mixed: 50.00 ms (×2.00 ±0.04), 800.0 MiB (÷1.00). Needs less.'
     """
     if row.error is not None:
-        return f"{row.title:<28} failed: {row.error}"
-    time = f"{_four_digits(row.step_ms):>9} ms ×{_speed_and_error(naive, row):<11}"
-    memory = f"{_four_digits(row.peak_mib):>11} MiB ÷{ratio(naive.peak_mib, row.peak_mib)}"
-    return f"{row.title:<28} {time} {memory:<20}  {row.verdict}".rstrip()
+        return f"{row.title}: failed: {row.error}"
+    time = f"{_four_digits(row.step_ms)} ms (×{_speed_and_error(naive, row)})"
+    memory = f"{_four_digits(row.peak_mib)} MiB (÷{ratio(naive.peak_mib, row.peak_mib)})"
+    return f"{row.title}: {time}, {memory}. {row.verdict}".rstrip()
 
 
 class Live:
@@ -150,8 +135,8 @@ class Live:
             self._say(f"    {note}")
 
     def _say(self, line: str) -> None:
-        # No wrapping: a pipe gets whole lines, a terminal folds them itself.
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        for part in wrap(line, self._console.width, hanging="    "):
+            self._console.print(part, markup=False, highlight=False, soft_wrap=True)
         self._console.file.flush()
 
 
@@ -194,10 +179,6 @@ def _four_digits(number: float) -> str:
     return f"{number:,.{decimals}f}"
 
 
-def _escape(text: str) -> str:
-    return text.replace("[", r"\[")  # rich would read it as a style
-
-
 def ratio(base: float, value: float) -> str:
     """Format how many times smaller ``value`` is than ``base``; a dash where one of them was not measured.
 
@@ -207,24 +188,6 @@ def ratio(base: float, value: float) -> str:
     """
     found = base / value  # NaN where either failed
     return "–" if math.isnan(found) else f"{found:.2f}"
-
-
-def as_table_of_each(ladder: Climbed) -> Table | None:
-    """Return a table of each rung alone on top of naive; None if they were not run."""
-    pairs = [(row.title, row.alone) for row in ladder.rungs if row.alone is not None]
-    if not pairs:
-        return None
-    table = Table(title="each rung alone, on top of naive")
-    table.add_column("rung", no_wrap=True)
-    for column in _OF_EACH:
-        table.add_column(column, justify="right", no_wrap=True)
-    for title, alone in pairs:
-        if alone.error is not None:
-            table.add_row(title, f"[red]failed[/]: {_escape(alone.error)}")
-            continue
-        cells = _cells(alone, ladder.rungs[0], Row())
-        table.add_row(title, *map(cells.__getitem__, _OF_EACH))
-    return table
 
 
 def summary(ladder: Climbed) -> str:
@@ -245,24 +208,24 @@ def summary(ladder: Climbed) -> str:
             "intervals are wider for it."
         )
     parts += [f"Failed: {row.title}: {row.error.rstrip('.')}." for row in rows if row.error is not None]
-    parts += [f"Skipped: {one.title}: {one.reason}." for one in ladder.skipped]
+    parts += [f"Skipped: {one['title']}: {one['reason']}." for one in ladder.skipped]
     return "\n".join(parts)
 
 
-def _top_in_words(what: str, top: Top | None, ladder: Climbed, noise: float) -> str:
+def _top_in_words(what: str, top: dict[str, Any] | None, ladder: Climbed, noise: float) -> str:
     if top is None:
         return ""
     naive, strong = ladder.rungs[0], ladder.strong
-    how = "once more in turn with naive" if top.again else "by the rungs' ratios"
-    text = f"{what}, up to “{top.title}”: {_speed(top.speedup, top.plus_minus, noise)}"
-    text += f", in {top.memory_ratio:.1f} times less memory"
-    text += f" ({_four_digits(top.step_ms)} ms, {how}, {_four_digits(naive.step_ms)} ms)"
+    how = "once more in turn with naive" if top["again"] else "by the rungs' ratios"
+    text = f"{what}, up to “{top['title']}”: {_speed(top['speedup'], top['plus_minus'], noise)}"
+    text += f", in {top['memory_ratio']:.1f} times less memory"
+    text += f" ({_four_digits(top['step_ms'])} ms, {how}, {_four_digits(naive.step_ms)} ms)"
     if strong and strong.error is None:
-        speedup, memory_ratio = strong.step_ms / top.step_ms, strong.peak_mib / top.peak_mib
-        share = math.hypot(strong.plus_minus, top.plus_minus)
+        speedup, memory_ratio = strong.step_ms / top["step_ms"], strong.peak_mib / top["peak_mib"]
+        share = math.hypot(strong.plus_minus, top["plus_minus"])
         text += f"; against the strong baseline {_speed(speedup, share, noise)}"
         text += f", in {memory_ratio:.1f} times less ({_four_digits(strong.step_ms)} ms)"
-    return text + "\n" + textwrap.indent(top.code, "    ")
+    return text + "\n" + textwrap.indent(top["code"], "    ")
 
 
 def _speed(speedup: float, share: float, noise: float) -> str:
@@ -288,14 +251,11 @@ def save_picture(ladder: Climbed, path: str | Path) -> Path | None:
         The path, or None if matplotlib is not installed (extra ``plots``).
     """
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
         return None
     rows = ladder.rungs
     figure = Figure(figsize=(12, 1.7 + 0.46 * len(rows)), layout="constrained")
-    # A canvas of its own, since pyplot keeps figures and may look for a screen.
-    FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, sharey=True)
     _bars(left, rows, "step_ms", _CLOCKS[ladder.clock].replace("ms/step", "ms per step"), "#3b6ea8", ladder.strong)
     _bars(right, rows, "peak_mib", "peak MiB", "#c4703c", ladder.strong)
@@ -304,9 +264,7 @@ def save_picture(ladder: Climbed, path: str | Path) -> Path | None:
     model = ladder.model
     shape = f"{model['size']}: {model['layers']} blocks × {model['width']}"
     figure.suptitle(f"{shape}, {model['tokens_per_step']:,} tokens a step, on {_name_machine(ladder)}", fontsize=11)
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=150)
-    return write_atomic(path, picture.getvalue())
+    return write_atomic(path, partial(figure.savefig, format="png", dpi=150))
 
 
 def _beside_bar(row: Row, key: str) -> str:

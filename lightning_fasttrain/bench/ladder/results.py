@@ -25,22 +25,8 @@ State = dict[str, dict[str, Any]]
 
 
 @dataclass
-class Measured:
-    """Measurements of one run; of a failed run, the error, and NaN for the values."""
-
-    error: str | None = None
-    step_ms: float = math.nan
-    tokens_per_s: float = math.nan
-    peak_mib: float = math.nan
-    loss: float = math.nan
-    losses: list[float] = field(default_factory=list)
-    disturbed_cores: float | None = None
-    notes: list[str] = field(default_factory=list)
-
-
-@dataclass
-class Row(Measured):
-    """A rung with its measurements and its verdict.
+class Row:
+    """A rung with its measurements and its verdict; of a failed run, the error, and NaN for the values.
 
     Times are those of the ladder's clock: of the processors on a CPU, of events on a GPU. Only ratios of two states
     that were run in turn are measured, so ``step_ms`` is that of the row it was ``compared`` with, times their ratio.
@@ -57,6 +43,14 @@ class Row(Measured):
         wall_ms: ms per step by the wall clock, the median of all turns.
     """
 
+    error: str | None = None
+    step_ms: float = math.nan
+    tokens_per_s: float = math.nan
+    peak_mib: float = math.nan
+    loss: float = math.nan
+    losses: list[float] = field(default_factory=list)
+    disturbed_cores: float | None = None
+    notes: list[str] = field(default_factory=list)
     name: str = ""
     title: str = ""
     exactness: Exactness = Exactness.EXACT
@@ -94,37 +88,6 @@ class Row(Measured):
 
 
 @dataclass
-class Top:
-    """The best rung by some criterion, compared with naive, with the code that makes it.
-
-    ``plus_minus`` is that of ``speedup``, relative to it; ``again`` says that both are from turns with naive alone, at
-    the end of the ladder, instead of from the product of the rungs' ratios.
-    """
-
-    name: str
-    title: str
-    exactness: Exactness
-    max_loss_delta: float | None
-    state: State
-    step_ms: float
-    peak_mib: float
-    speedup: float
-    memory_ratio: float
-    code: str
-    plus_minus: float = 0.0
-    again: bool = False
-
-
-@dataclass
-class Skipped:
-    """A rung that cannot be run on this machine, and the reason."""
-
-    name: str
-    title: str
-    reason: str
-
-
-@dataclass
 class Climbed:
     """A complete ladder: the content of ``ladder.json``.
 
@@ -132,7 +95,11 @@ class Climbed:
         noise: ``time``: the median of the half-widths of the rungs' ratios; ``memory``: what is ignored.
         turns: the most turns of a comparison.
         clock: ``"processor"``, ``"device"``, or ``"wall"`` in the files of earlier versions.
+        skipped: name, title and reason of each rung that cannot be run on this machine.
         padded: two runs on texts of different lengths, the second with the padding cut off.
+        tops: the best rung by each criterion, compared with naive, with the code that makes it. ``plus_minus`` is that
+            of ``speedup``, relative to it; ``again`` says that both are from turns with naive alone, at the end of the
+            ladder, instead of from the product of the rungs' ratios.
     """
 
     hardware: dict[str, Any]
@@ -140,7 +107,7 @@ class Climbed:
     command: str
     date: str
     model: dict[str, Any]
-    skipped: list[Skipped]
+    skipped: list[dict[str, str]]
     noise: dict[str, float | None]
     turns: int = 0
     clock: str = "wall"
@@ -148,7 +115,7 @@ class Climbed:
     strong: Row | None = None
     bare_loop: Row | None = None
     padded: list[Row] = field(default_factory=list)
-    tops: dict[str, Top | None] = field(default_factory=lambda: {"fastest": None, "leanest": None})
+    tops: dict[str, dict[str, Any] | None] = field(default_factory=lambda: {"fastest": None, "leanest": None})
     interrupted: bool = False
 
     @property
@@ -178,23 +145,15 @@ class Climbed:
     @classmethod
     def _from_json(cls, values: dict[str, Any]) -> Self:
         rows = {name: Row.read(values[name]) for name in ("strong", "bare_loop") if values[name] is not None}
-        tops = {name: _read_top(top) for name, top in values["tops"].items()}
-        skipped = [Skipped(**one) for one in values["skipped"]]
+        tops = {name: top and {"plus_minus": 0.0, "again": False, **top} for name, top in values["tops"].items()}
         runs = {"rungs": list(map(Row.read, values["rungs"])), "padded": list(map(Row.read, values.get("padded", [])))}
-        read = {**rows, **runs, "tops": tops, "skipped": skipped}
-        return cls(**{**_known_of(cls, values), **read})
+        return cls(**{**_known_of(cls, values), **rows, **runs, "tops": tops})
 
 
 def _known_of(kind: type, values: Mapping[str, object]) -> dict[str, Any]:
     """Return the values of the dataclass ``kind``; files of earlier versions have others too."""
     names = set(map(attrgetter("name"), fields(kind)))
     return {name: value for name, value in values.items() if name in names}
-
-
-def _read_top(values: Mapping[str, object] | None) -> Top | None:
-    if values is None:
-        return None
-    return Top(**{**values, "exactness": Exactness(values["exactness"])})
 
 
 def _to_json(value: object) -> Any:
@@ -421,7 +380,7 @@ def _finished_rows(rows: list[Row]) -> list[Row]:
     return [row for row in above if row.error is None and row.exactness is not Exactness.CHANGES_TRAINING]
 
 
-def loss_parity(measured: Measured, naive: Measured | None) -> float | None:
+def loss_parity(measured: Row, naive: Row | None) -> float | None:
     """Return the largest difference of any step's loss from naive's; None if one of the two failed.
 
     Args:
@@ -429,7 +388,7 @@ def loss_parity(measured: Measured, naive: Measured | None) -> float | None:
         naive: the one to compare with; None if ``measured`` is it.
 
     Example:
-        >>> loss_parity(Measured(losses=[3.0, 2.0]), Measured(losses=[3.0, 2.5]))
+        >>> loss_parity(Row(losses=[3.0, 2.0]), Row(losses=[3.0, 2.5]))
         0.5
     """
     if measured.error is not None:

@@ -19,7 +19,6 @@ from lightning_fasttrain.bench.ladder.results import (
     Climbed,
     Row,
     State,
-    Top,
     describe,
     fastest_with_half_the_memory,
     judge_by_memory,
@@ -125,22 +124,15 @@ def _save(result: Climbed, folder: Path) -> None:
     result.write(folder / "ladder.json")
 
 
-def _describe_top(row: Row | None, naive: Row) -> Top | None:
+_OF_TOP = ("name", "title", "exactness", "max_loss_delta", "state", "step_ms", "peak_mib", "plus_minus")
+
+
+def _describe_top(row: Row | None, naive: Row) -> dict[str, Any] | None:
     if row is None:
         return None
-    return Top(
-        name=row.name,
-        title=row.title,
-        exactness=row.exactness,
-        max_loss_delta=row.max_loss_delta,
-        state=row.state,
-        step_ms=row.step_ms,
-        peak_mib=row.peak_mib,
-        speedup=naive.step_ms / row.step_ms,
-        memory_ratio=naive.peak_mib / row.peak_mib,
-        code=as_code(row.state),
-        plus_minus=row.plus_minus,
-    )
+    factors = {"speedup": naive.step_ms / row.step_ms, "memory_ratio": naive.peak_mib / row.peak_mib}
+    top = {**{key: getattr(row, key) for key in _OF_TOP}, **factors, "code": as_code(row.state), "again": False}
+    return {**top, "exactness": row.exactness.value}
 
 
 def number_of_rows(ladder: Ladder) -> int:
@@ -212,16 +204,17 @@ class _Climb:
         for top in self.result.tops.values():
             if top is None:
                 continue
-            if top.name not in again:
-                row = replace(rows[top.name], title=f"{top.title}, again", turns_ms=[])
-                again[top.name] = row
+            name = top["name"]
+            if name not in again:
+                row = replace(rows[name], title=f"{top['title']}, again", turns_ms=[])
+                again[name] = row
                 # The top of the ladder is still running.
-                one = Running(row, self.top.worker) if top.name == self.top.row.name else self._start(row)
+                one = Running(row, self.top.worker) if name == self.top.row.name else self._start(row)
                 self._compare(one, self.naive)
-            row = again[top.name]
+            row = again[name]
             if row.error is None:
-                top.step_ms, top.plus_minus, top.again = row.step_ms, row.plus_minus, True
-                top.speedup = self.naive.row.step_ms / row.step_ms
+                top.update(step_ms=row.step_ms, plus_minus=row.plus_minus, again=True)
+                top["speedup"] = self.naive.row.step_ms / row.step_ms
 
     def _climb(self, rung: Rung) -> Row:
         """Run a rung in turn with the state below it, and keep the one of the two that the next stands on."""
@@ -286,30 +279,19 @@ class _Climb:
 
 
 def _new_row(rung: Rung, state: State, exactness: Exactness, *, host: str = "trainer") -> Row:
-    return Row(
-        name=rung.name,
-        title=rung.title,
-        exactness=exactness,
-        own_exactness=rung.exactness,
-        host=host,
-        state=state,
-    )
+    own = {"name": rung.name, "title": rung.title, "own_exactness": rung.exactness}
+    return Row(**own, exactness=exactness, host=host, state=state)
 
 
 def _begin_result(ladder: Ladder) -> Climbed:
     model = ladder.size.model
+    named = {"size": ladder.size_name, **asdict(model), "batch": ladder.size.batch, "tokens": ladder.size.tokens}
     return Climbed(
         hardware={**hardware(), "device": ladder.device},
         versions=versions(),
         command=ladder.command,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
-        model={
-            "size": ladder.size_name,
-            **asdict(model),
-            "batch": ladder.size.batch,
-            "tokens": ladder.size.tokens,
-            "tokens_per_step": ladder.size.batch * model.context,
-        },
+        model={**named, "tokens_per_step": ladder.size.batch * model.context},
         skipped=list(ladder.skipped),
         noise={"time": None, "memory": MEMORY_WORTH},
         turns=ladder.turns,

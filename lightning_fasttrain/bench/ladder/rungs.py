@@ -58,58 +58,32 @@ def rungs(micro_batches: int = 4) -> tuple[Rung, ...]:
         ['prefetch', 'tf32', 'bf16', 'fused']
     """
     n = positive_int("micro_batches", micro_batches)
+    prefetch: State = {"callbacks": {"DevicePrefetch": {}}, "loop": {"print_loss": False, "pin_memory": True}}
+    # Gradients cannot be summed by an optimizer in the backward.
+    in_parts: State = {"callbacks": {"MicroBatching": {"n": n}, "OptimizerInBackward": None}}
+    graphs: State = {"callbacks": {"CompileBlocks": {"mode": "reduce-overhead"}}}
+    by_chance: State = {"trainer": {"precision": "bf16-true"}, "optimizer": {"name": "adamw", "updates": "stochastic"}}
+    changes, tolerance, compiled = Exactness.CHANGES_TRAINING, Exactness.TOLERANCE, CompileBlocks.exactness
     return (
-        Rung(
-            "prefetch",
-            "no host syncs + prefetch",
-            {"callbacks": {"DevicePrefetch": {}}, "loop": {"print_loss": False, "pin_memory": True}},
-        ),
-        Rung(
-            "tf32",
-            "TF32",
-            {"callbacks": {"MatmulPrecision": {"precision": "tf32"}}},
-            Exactness.TOLERANCE,
-            needs="cuda",
-        ),
-        Rung("bf16", "bf16 mixed", {"trainer": {"precision": "bf16-mixed"}}, Exactness.TOLERANCE, needs="bf16"),
+        Rung("prefetch", "no host syncs + prefetch", prefetch),
+        Rung("tf32", "TF32", {"callbacks": {"MatmulPrecision": {"precision": "tf32"}}}, tolerance, needs="cuda"),
+        Rung("bf16", "bf16 mixed", {"trainer": {"precision": "bf16-mixed"}}, tolerance, needs="bf16"),
         Rung("fused", "fused AdamW", {"optimizer": {"fused": True}}),
         Rung("optimizer-in-backward", "optimizer in backward", {"callbacks": {"OptimizerInBackward": {}}}),
-        Rung(
-            "micro-batches",
-            f"micro-batches ×{n}",
-            {"callbacks": {"MicroBatching": {"n": n}, "OptimizerInBackward": None}},  # which cannot sum gradients
-        ),
+        Rung("micro-batches", f"micro-batches ×{n}", in_parts),
         Rung("release", "gradients None early", {"callbacks": {"EagerGradientRelease": {}}}),
-        Rung("compile", "compiled blocks", {"callbacks": {"CompileBlocks": {}}}, CompileBlocks.exactness),
+        Rung("compile", "compiled blocks", {"callbacks": {"CompileBlocks": {}}}, compiled),
         # Below what trades time for memory: on a device that waits for the host, the host's time would decide there.
-        Rung(
-            "cuda-graphs",
-            "CUDA graphs",
-            {"callbacks": {"CompileBlocks": {"mode": "reduce-overhead"}}},
-            CompileBlocks.exactness,
-            needs="cuda",
-        ),
+        Rung("cuda-graphs", "CUDA graphs", graphs, compiled, needs="cuda"),
         Rung("chunked-loss", "loss in chunks", {"callbacks": {"FusedLossHead": {"head": "gpt.head"}}}),
         Rung("selective", "selective checkpointing", _checkpoint_by({"SelectiveOps": {}})),
         Rung("checkpointing", "activation checkpointing", _checkpoint_by({"EveryBlock": {}})),
         Rung("budget", "same peak, less recomputed", _budget),
         Rung("offload", "activation offload", _offload, needs="cuda"),
-        Rung("max-autotune", "max-autotune", _autotune, CompileBlocks.exactness),
+        Rung("max-autotune", "max-autotune", _autotune, compiled),
         # What changes training is shown, and never carried.
-        Rung(
-            "8-bit",
-            "8-bit AdamW",
-            {"optimizer": {"name": "adamw8bit"}},
-            Exactness.CHANGES_TRAINING,
-            needs="bitsandbytes",
-        ),
-        Rung(
-            "bf16-alone",
-            "bf16 alone, rounded by chance",
-            {"trainer": {"precision": "bf16-true"}, "optimizer": {"name": "adamw", "updates": "stochastic"}},
-            Exactness.CHANGES_TRAINING,
-            needs="bf16",
-        ),
+        Rung("8-bit", "8-bit AdamW", {"optimizer": {"name": "adamw8bit"}}, changes, needs="bitsandbytes"),
+        Rung("bf16-alone", "bf16 alone, rounded by chance", by_chance, changes, needs="bf16"),
     )
 
 
@@ -217,11 +191,8 @@ def strong_baseline(fast_bf16: bool) -> Rung:
     precision, name, exactness = "32-true", "fp32", Exactness.EXACT
     if fast_bf16:
         precision, name, exactness = "bf16-mixed", "bf16", Exactness.TOLERANCE
-    change: State = {
-        "trainer": {"precision": precision},
-        "optimizer": {"fused": True},
-        "loop": {"print_loss": False, "pin_memory": True},
-    }
+    loop = {"print_loss": False, "pin_memory": True}
+    change: State = {"trainer": {"precision": precision}, "optimizer": {"fused": True}, "loop": loop}
     return Rung("strong", f"strong: {name}, SDPA, fused AdamW", change, exactness)
 
 

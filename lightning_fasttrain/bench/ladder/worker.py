@@ -78,15 +78,11 @@ class Recorder(PeakObserver):
         tell_loss: bool = False,
         turns: int = 1,
     ) -> None:
-        self.device = device
-        self.warmup = warmup
-        self.memory = memory
+        self.device, self.warmup, self.memory, self.timed = device, warmup, memory, timed
         # Memory that a paused run has freed is taken from the driver again in the first step of a turn.
         self.untimed = int(turns > 1 and device.type == "cuda")
-        self.timed = timed
         self.steps = warmup + memory + turns * (timed + self.untimed)
-        self.tell = tell
-        self.tell_loss = tell_loss
+        self.tell, self.tell_loss = tell, tell_loss
         self.ask: Callable[[], bool] | None = None
         self.losses: list[Tensor] = []
         self._turns: list[list[_Stamp]] = []
@@ -237,12 +233,8 @@ def run_in_a_bare_loop(module: GPTModule, loader: Iterable[object], state: State
     device = recorder.device
     bf16 = state["trainer"].get("precision") == "bf16-mixed"
     with_surgery = [c for c in callbacks if isinstance(c, Technique) and type(c).apply is not Technique.apply]
-    known = {
-        micro_batching.MicroBatching,
-        loaders.DevicePrefetch,
-        optim.EagerGradientRelease,
-        optim.OptimizerInBackward,
-    }
+    in_the_loop = {micro_batching.MicroBatching, loaders.DevicePrefetch}
+    known = in_the_loop | {optim.EagerGradientRelease, optim.OptimizerInBackward}
     unknown = sorted(kind.__name__ for kind in kinds - known - set(map(type, with_surgery)))
     if unknown:
         what, way_out = f"{', '.join(unknown)} in a bare loop", "Add it to run_in_a_bare_loop"
@@ -288,8 +280,8 @@ def work(spec: dict[str, Any], result_file: Path, stderr_file: Path, parent: "Co
     try:
         result = run_rung(spec, parent.send, parent.recv)
     except Exception as error:
-        first_line = next(iter(str(error).strip().splitlines()), "")
-        result = {"error": f"{type(error).__name__}: {first_line}".removesuffix(": ")}
+        lines = str(error).strip().splitlines()
+        result = {"error": ": ".join([type(error).__name__, *lines[:1]])}
     write_atomic(result_file, json.dumps(result))
 
 
@@ -318,15 +310,8 @@ def run_rung(
         torch._inductor.config.compile_threads = 1
     config = GPTConfig(**spec["model"])
     tokens_per_step = spec["batch"] * config.context
-    recorder = Recorder(
-        device,
-        spec["warmup"],
-        spec["timed"],
-        spec["memory"],
-        tell,
-        state["loop"].get("print_loss", False),
-        turns=spec.get("turns", 1),
-    )
+    counts = {key: spec[key] for key in ("warmup", "timed", "memory", "turns") if key in spec}
+    recorder = Recorder(device, tell=tell, tell_loss=state["loop"].get("print_loss", False), **counts)
     # Every rung starts with the same weights, so that losses can be compared.
     torch.manual_seed(spec["seed"])
     module = GPTModule(config, lr=spec["lr"], **state["optimizer"])
@@ -342,7 +327,7 @@ def run_rung(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", FastTrainWarning)
         if tell is not None and wait is not None:
-            recorder.ask = partial(_pause, recorder, tell, wait, lambda: _result(recorder, tokens_per_step, caught))
+            recorder.ask = partial(_pause, recorder, tell, wait, partial(_result, recorder, tokens_per_step, caught))
         if spec["host"] == "bare":
             run_in_a_bare_loop(module, loader, state, recorder)
         else:

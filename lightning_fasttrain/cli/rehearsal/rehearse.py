@@ -223,12 +223,12 @@ def _rehearse(options: argparse.Namespace) -> int:
     if result is None:
         raise CommandError(f"the script ended with {code} before its first step, see above.", 1)
     if options.json:
+        result.pop("table", None)
         print(json.dumps(result, indent=2))
     elif not result["ok"]:
         raise CommandError(result["error"], 1)
     else:
-        for line in _describe(result["report"]):
-            print(line)
+        print(result["table"])
     return int(not result["ok"])
 
 
@@ -260,11 +260,6 @@ def ask_script(
         if not result.exists():
             return None, code
         return json.loads(result.read_text()), code
-
-
-def _describe(report: dict[str, Any]) -> list[str]:
-    lines = [f"{stage}: {sentence}" for stage, sentence in report["lines"].items()]
-    return [*lines, *report["notes"], f"Rehearsed in {report['seconds']:.1f} s."]
 
 
 def _rehearse_kills(options: argparse.Namespace) -> int:

@@ -10,7 +10,8 @@ import lightning as L
 from lightning_fasttrain.cli.rehearsal.run_script import RESULT, SECONDS, VERIFY, end_process
 from lightning_fasttrain.cli.subject import techniques_named
 from lightning_fasttrain.core.atomic_write import write_atomic
-from lightning_fasttrain.proof.rehearsal.context import RehearsalError, read_batches
+from lightning_fasttrain.core.messages import say
+from lightning_fasttrain.proof.rehearsal.context import RehearsalError, RehearsalReport, read_batches
 from lightning_fasttrain.proof.rehearsal.rehearsal import Rehearsal, Rehearsing, is_rehearsing
 from lightning_fasttrain.proof.rehearsal.run_copy import leaving_no_trace
 from lightning_fasttrain.proof.rehearsal.stages import verify_run
@@ -28,8 +29,18 @@ def make_callbacks() -> list[L.Callback]:
     return [RehearseAndEnd(float(os.environ[SECONDS]))]
 
 
+class AnnouncedReport(RehearsalReport):
+    """Names each stage on stderr when it is done; the command prints the whole report at the end."""
+
+    def tell(self, stage: str, sentence: str) -> None:
+        self.lines[stage] = sentence
+        say("rehearsed: %s", stage)
+
+
 class RehearseAndEnd(Rehearsal):
     """A rehearsal after which the process ends, without the rest of the script."""
+
+    kind_of_report = AnnouncedReport
 
     def look(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         # Named, because a lambda has no first argument from which super() could find class and object.
@@ -45,7 +56,8 @@ class RehearseAndEnd(Rehearsal):
         assert self.report is not None
         # A rank may end only when all have their report.
         trainer.strategy.barrier()
-        _end(trainer.is_global_zero, {"ok": True, "report": self.report.as_dict()})
+        found = {"ok": True, "report": self.report.as_dict(), "table": str(self.report)}
+        _end(trainer.is_global_zero, found)
 
     def _or_end(self, trainer: L.Trainer, act: Callable[[], object]) -> None:
         try:

@@ -187,7 +187,7 @@ def report_added(model: nn.Module, config: "PeftConfig", name: str, what: str) -
     """Log what an adapter of this name was added to, and how many parameters of ``model`` train now."""
     trained, total = count_parameters(model)
     share = f"{trained:,} of {total:,} parameters ({trained / total:.2%})"
-    say("%s '%s': %s; trains %s", method_of(config), name, what, share)
+    say("Adapter '%s' (%s): %s; trains %s", name, method_of(config), what, share)
 
 
 def _remove_thin(found: dict[str, nn.Module], config: "PeftConfig") -> list[str]:

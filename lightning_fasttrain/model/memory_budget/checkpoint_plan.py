@@ -6,10 +6,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from rich.table import Table
 
 from lightning_fasttrain.core.device import GIB, free_bytes
-from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.messages import ReportTable, explain
 from lightning_fasttrain.model.memory_budget.block_cost import BlockCost
 
 # Candidates kept at once; of more, the cheapest in each interval of bytes is kept.
@@ -145,13 +144,10 @@ class CheckpointPlan:
             ms += f" predicted, +{self.measured_ms:.1f} measured"
         return f"{len(self.blocks)} blocks: {parts} | {peak}, limit {self.limit_bytes / GIB:.3g} | {ms}"
 
-    def table(self) -> Table:
-        """Return a ``rich`` table with a row for each block, where runs of equal blocks share a row."""
-        table = Table(title=str(self), title_justify="left")
-        for title in ("block", "action"):
-            table.add_column(title)
-        for title in ("saves MiB", "holds MiB", "forward ms", "added ms"):
-            table.add_column(title, justify="right")
+    def table(self) -> ReportTable:
+        """Return a table with a row for each block, where runs of equal blocks share a row."""
+        numbers = dict.fromkeys(("saves MiB", "holds MiB", "forward ms", "added ms"), "number")
+        table = ReportTable(str(self), {"block": "name", "action": "name", **numbers})
         for run in self._runs():
             first, last, n = run[0], run[-1], len(run)
             name = first.name
@@ -160,7 +156,7 @@ class CheckpointPlan:
             costs = [(block.saved_bytes, block.held_bytes, block.forward_ms, block.added_ms) for block in run]
             saved, held, forward_ms, added_ms = map(sum, zip(*costs, strict=True))
             figures = f"{saved / 2**20:.1f}", f"{held / 2**20:.1f}", f"{forward_ms:.2f}", f"{added_ms:.2f}"
-            table.add_row(name, first.action, *figures)
+            table.add(name, first.action, *figures)
         return table
 
     def _runs(self) -> list[list[BlockPlan]]:

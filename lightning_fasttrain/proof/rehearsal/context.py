@@ -5,7 +5,7 @@ import itertools
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import cycle, islice
 from operator import itemgetter
 from pathlib import Path
@@ -23,7 +23,7 @@ from lightning_fasttrain.checkpoint.loader_state.resumable_loader import Resumab
 from lightning_fasttrain.core.batch import count_bytes
 from lightning_fasttrain.core.distributed import gather_values
 from lightning_fasttrain.core.host.lightning import training_loaders, validation_loaders
-from lightning_fasttrain.core.messages import explain, first_line, say
+from lightning_fasttrain.core.messages import Report, ReportTable, explain, first_line, say
 from lightning_fasttrain.core.state.rng import random_state, set_random_state
 from lightning_fasttrain.loaders.device_prefetch import DevicePrefetcher
 from lightning_fasttrain.proof.rehearsal.disk_space import Place, saves_within_epochs, writers_of
@@ -37,7 +37,7 @@ class RehearsalError(RuntimeError):
 
 
 @dataclass
-class RehearsalReport:
+class RehearsalReport(Report):
     """Five lines, and the values in them.
 
     Attributes:
@@ -71,12 +71,13 @@ class RehearsalReport:
         self.lines[stage] = sentence
         say("rehearsal, %s: %s", stage, sentence)
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
-        return asdict(self)
-
-    def __str__(self) -> str:
-        return "\n".join(f"{stage}: {sentence}" for stage, sentence in self.lines.items())
+    def as_table(self) -> ReportTable:
+        """Build the table of the stages."""
+        notes = [*self.notes, f"Rehearsed in {self.seconds:.1f} s."]
+        table = ReportTable("Rehearsal", {"stage": "name", "result": "prose"}, notes)
+        for stage, sentence in self.lines.items():
+            table.add(stage, sentence)
+        return table
 
 
 _SAME_SIZE = 16  # batches of the same size: from here on all others are assumed to have it

@@ -34,18 +34,21 @@ from lightning_fasttrain.technique.technique import EarlyObserver
 _SHARE = 0.25  # of the time, for batches that are read but not run
 
 
-def rehearse(trainer: L.Trainer, run: RunCopy, seconds: float = 60.0) -> RehearsalReport:
+def rehearse(
+    trainer: L.Trainer, run: RunCopy, seconds: float = 60.0, kind: type[RehearsalReport] = RehearsalReport
+) -> RehearsalReport:
     """Rehearse a run that is about to take its first step.
 
     Args:
         trainer: the Trainer, in ``on_train_start``.
         run: a copy of the run, taken in ``setup``.
         seconds: see :class:`Rehearsal`.
+        kind: class of the report, which also decides how each stage is announced.
 
     Raises:
         RehearsalError: the run would fail later.
     """
-    report, began = RehearsalReport(notes=list(run.notes)), time.monotonic()
+    report, began = kind(notes=list(run.notes)), time.monotonic()
     why = find_unrehearsable(trainer)
     with Rehearsing(), leaving_no_trace(trainer, trainer.lightning_module), _as_rehearsal_error():
         refuse_bad_folders(trainer)
@@ -151,6 +154,8 @@ class Rehearsal(EarlyObserver):
         Ours; Lightning's ``fast_dev_run`` and its sanity check of validation run parts of this, without a checkpoint.
     """
 
+    kind_of_report: ClassVar[type[RehearsalReport]] = RehearsalReport
+
     def __init__(self, seconds: NonNegativeFloat = 60.0, without: tuple[type[L.Callback], ...] = ()) -> None:
         self.seconds, self.without = seconds, tuple(without)
         self.report: RehearsalReport | None = None
@@ -174,7 +179,7 @@ class Rehearsal(EarlyObserver):
         """Hook: the last before the first batch. Runs once: a second ``fit`` is not rehearsed again."""
         run, self._run = self._run, None
         if run is not None:
-            self.report = rehearse(trainer, run, self.seconds)
+            self.report = rehearse(trainer, run, self.seconds, self.kind_of_report)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Hook: clean up after a failed run."""

@@ -1,11 +1,9 @@
 """Results of a verification, for users and for programs."""
 
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import Any
 
-from rich.table import Table
-
-from lightning_fasttrain.core.messages import FULL_WIDTH, Report, titled_table
+from lightning_fasttrain.core.messages import Report, ReportTable
 from lightning_fasttrain.proof.verification.compare_records import Distance
 from lightning_fasttrain.proof.verification.first_difference import FirstDifference
 from lightning_fasttrain.technique import Exactness
@@ -85,8 +83,6 @@ class Verification(Report):
         begins: the first module or weight that differs by more than the model's own rounding.
     """
 
-    width: ClassVar[int] = FULL_WIDTH
-
     model: str
     rows: tuple[Verified, ...]
     problems: tuple[str, ...] = ()
@@ -115,22 +111,21 @@ class Verification(Report):
         rows = [{**asdict(row), "verdict": row.verdict, "ok": row.ok, "bitwise": row.bitwise} for row in self.rows]
         return {**asdict(self), "rows": rows, "guilty": self.guilty, "ok": self.ok}
 
-    def as_table(self) -> Table:
-        """Build a ``rich`` table with the relative error of each quantity and its limit."""
+    def as_table(self) -> ReportTable:
+        """Build the table with the relative error of each quantity and its limit."""
         wrong = filter(None, (self.begins, *self.problems))
         said = [*(f"✗ {one}" for one in wrong), *self.notes]
         differ = {row.precision for row in self.rows if row.is_another_training}
         if "32-true" in differ and not any(row.precision == "64-true" for row in self.rows):
             said.append(_IN_DOUBLE_PRECISION)
-        table = titled_table(f"{self.model}: {'verified' if self.ok else 'not verified'}", said)
         measured = {distance.what for row in self.rows for distance in row.distances}
         shown = [what for what in QUANTITIES if what in measured]
-        for name in ("techniques", "precision", *shown, "verdict"):
-            table.add_column(name)
+        columns = {**dict.fromkeys(("techniques", "precision", *shown), "name"), "verdict": "prose"}
+        table = ReportTable(f"{self.model}: {'verified' if self.ok else 'not verified'}", columns, said)
         for row in self.rows:
             found = {distance.what: _describe(distance, row.exactness) for distance in row.distances}
             cells = [found.get(what, "") for what in shown]
-            table.add_row("\n".join(row.techniques) or "none", row.precision, *cells, row.verdict)
+            table.add("\n".join(row.techniques) or "none", row.precision, *cells, row.verdict)
         return table
 
 

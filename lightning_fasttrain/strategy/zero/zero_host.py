@@ -13,7 +13,6 @@ import lightning as L
 import torch
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DeepSpeedStrategy
-from rich.console import Console
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -24,7 +23,7 @@ from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.distributed import largest_over_ranks, rank_count, rank_here
 from lightning_fasttrain.core.host.late_parameters import refuse_earlier_shards
 from lightning_fasttrain.core.host.lightning import training_loader
-from lightning_fasttrain.core.messages import explain, say, wide_enough
+from lightning_fasttrain.core.messages import explain, say
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.core.state.rng import random_state, set_random_state
 from lightning_fasttrain.core.state.values import only, without
@@ -397,8 +396,7 @@ class ZeROHost:
         options.stage = best.name
         if rank_here() == 0:
             before = fits[fits.index(best) - 1] if best is not fits[0] else None
-            table = fits_table("ZeRO, GiB on one rank", [_explain(best, before, limits)], fits, best.name)
-            wide_enough(Console()).print(table)
+            fits_table("ZeRO, GiB on one rank", [_explain(best, before, limits)], fits, best.name).print()
         # Lightning builds the config, which has its own defaults.
         made = DeepSpeedStrategy(**options.arguments(), **options.settings).config
         assert made is not None
