@@ -7,9 +7,10 @@ import pytest
 import torch
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.core import device
-from lightning_fasttrain.core.device import fast_mixed_precision, to_float64, widest_float
+from lightning_fasttrain.core.device import fast_mixed_precision
+from lightning_fasttrain.core.state import values
 from lightning_fasttrain.core.state.rng import keep_random_state, random_state, set_random_state, states_of_generators
+from lightning_fasttrain.core.state.values import to_float64, widest_float
 from lightning_fasttrain.finetune.quantized.quantized_base import choose_compute_dtype
 from lightning_fasttrain.planner.candidates import find_axes
 from lightning_fasttrain.technique.declarations import facts_of_machine
@@ -19,7 +20,7 @@ PACKAGE = Path(ft.__file__).parent
 # Where float64 is asked for on the CPU, or on devices that are known to have it.
 HAVE_FLOAT64 = {
     "checkpoint/exact_resume.py": "restores the module of a run in 64-true",
-    "core/device.py": "the one place that asks whether a device has it",
+    "core/state/values.py": "the one place that asks whether a device has it",
     "core/distributed.py": "between processes, which neither Apple's nor Intel's GPUs join",
     "proof/verification/digest.py": "entries are on the CPU unless they are on a GPU of NVIDIA",
     "strategy": "between processes",
@@ -107,7 +108,7 @@ def test_a_state_of_an_apple_gpu_is_read_without_one(apple, monkeypatch):
 
 def test_float64_is_on_the_cpu_where_the_device_has_none(monkeypatch):
     assert widest_float(torch.device("mps")) is torch.float32
-    monkeypatch.setattr(device, "_WITHOUT_FLOAT64", ("meta",))
+    monkeypatch.setattr(values, "_WITHOUT_FLOAT64", ("meta",))
     with pytest.raises(NotImplementedError, match="meta tensor"):  # it is copied to the CPU, which needs values
         to_float64(torch.zeros(2, device="meta"))
     assert to_float64(torch.ones(2)).dtype is torch.float64

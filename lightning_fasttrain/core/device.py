@@ -82,31 +82,6 @@ def fast_mixed_precision(device: torch.device) -> str | None:
 
 GIB = 2**30
 
-_WITHOUT_FLOAT64 = ("mps", "xpu")  # Apple's GPUs, and those of Intel that are not for data centers
-
-
-def widest_float(device: torch.device) -> torch.dtype:
-    """Return float64, or float32 for a device without it.
-
-    Example:
-        >>> widest_float(torch.device("cpu")), widest_float(torch.device("mps"))
-        (torch.float64, torch.float32)
-    """
-    return torch.float32 if device.type in _WITHOUT_FLOAT64 else torch.float64
-
-
-def to_float64(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the values of a tensor in float64: on its device, or on the CPU if the device has no float64.
-
-    Example:
-        >>> to_float64(torch.ones(1))
-        tensor([1.], dtype=torch.float64)
-    """
-    tensor = tensor.detach()
-    if tensor.device.type in _WITHOUT_FLOAT64:
-        tensor = tensor.cpu()
-    return tensor.double()
-
 
 _TRACED_AS: ContextVar[str | None] = ContextVar("_TRACED_AS", default=None)
 

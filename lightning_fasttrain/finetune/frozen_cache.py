@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_on
 
 from lightning_fasttrain.core.atomic_write import refuse_unwritable, write_atomic
 from lightning_fasttrain.core.checks import check_arguments, require
-from lightning_fasttrain.core.device import to_float64
 from lightning_fasttrain.core.distributed import is_sharded
 from lightning_fasttrain.core.messages import explain, list_some, warn, warn_on_any_rank
 from lightning_fasttrain.core.modules.parameters import bytes_of, quantized_tensors
@@ -27,6 +26,7 @@ from lightning_fasttrain.core.modules.select import find_module
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, WrappedForward, wrappers_in, wrappers_on
 from lightning_fasttrain.core.safe_load import open_safetensors
 from lightning_fasttrain.core.state.rng import keep_random_state
+from lightning_fasttrain.core.state.values import to_float64
 from lightning_fasttrain.finetune.selection.base_fingerprint import first_tensor, list_trainable
 from lightning_fasttrain.finetune.selection.gradual_unfreezing import GradualUnfreezing
 from lightning_fasttrain.technique import Conflict, Surgery, Technique

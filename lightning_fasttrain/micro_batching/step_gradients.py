@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lightning_fasttrain.core.device import widest_float
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.parameters import parameters_of
+from lightning_fasttrain.core.state.values import widest_float
 from lightning_fasttrain.micro_batching.normalizer.step_weights import StepWeights, refuse_mismatch
 from lightning_fasttrain.trial.read_normalizers import Number
 

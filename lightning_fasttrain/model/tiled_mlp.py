@@ -17,7 +17,6 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from torch.utils.checkpoint import checkpoint
 
 from lightning_fasttrain.core.checks import PositiveInt, check_arguments
-from lightning_fasttrain.core.device import to_float64
 from lightning_fasttrain.core.distributed import is_sharded
 from lightning_fasttrain.core.messages import explain, list_some
 from lightning_fasttrain.core.modules.blocks import Blocks, find_blocks
@@ -47,6 +46,7 @@ from lightning_fasttrain.core.modules.wrapped_forward import (
 from lightning_fasttrain.core.state.rng import keep_random_state
 from lightning_fasttrain.core.state.step_state import StepState
 from lightning_fasttrain.core.state.surroundings import Surroundings
+from lightning_fasttrain.core.state.values import to_float64
 from lightning_fasttrain.technique import Capability, Surgery, Technique
 from lightning_fasttrain.technique.declarations import Facts, why_no_blocks
 

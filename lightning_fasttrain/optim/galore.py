@@ -10,10 +10,10 @@ from torch.optim.optimizer import ParamsT
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_fasttrain.core.checks import check_arguments, one_of, positive_int
-from lightning_fasttrain.core.device import to_float64
 from lightning_fasttrain.core.messages import explain, say
 from lightning_fasttrain.core.modules.blocks import Blocks, find_blocks
 from lightning_fasttrain.core.modules.parameters import gradients_of, parameters_of_kinds
+from lightning_fasttrain.core.state.values import to_float64
 from lightning_fasttrain.optim.closure_optimizer import ClosureOptimizer, refuse_out_of_range, with_gradient
 
 SUBSPACES = ("exact", "sketched")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_fasttrain.core.batch import find_labels
 from lightning_fasttrain.core.batch.leaves import batch_size, list_leaves, pick_rows, take_rows, walk_leaves
-from lightning_fasttrain.core.device import to_float64
+from lightning_fasttrain.core.state.values import to_float64
 from lightning_fasttrain.trial.deterministic_step import Rows
 
 _ROWS = 6

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_fasttrain.core.batch.leaves import batch_size, list_leaves
-from lightning_fasttrain.core.device import to_float64
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.state.values import to_float64
 
 Leaves = dict[str, Any]
 Lengths = Callable[[Any], Tensor]

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lightning_fasttrain.core.device import to_float64
-
+_WITHOUT_FLOAT64 = ("mps", "xpu")  # Apple's GPUs, and those of Intel that are not for data centers
 # Values that never change: a step can only put another one in their place.
 PLAIN = (int, float, complex, str, bytes, type(None), enum.Enum, range, slice, torch.dtype, torch.device, torch.Size)
 CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, types.CodeType)
@@ -106,6 +105,29 @@ def same_changes(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
     moved, missed = ((first - one).nan_to_num().norm() for one in (start, second))
     rounding = 2 * torch.finfo(now.dtype).eps * first.nan_to_num().norm()
     return bool(missed <= 1e-3 * moved + rounding)
+
+
+def widest_float(device: torch.device) -> torch.dtype:
+    """Return float64, or float32 for a device without it.
+
+    Example:
+        >>> widest_float(torch.device("cpu")), widest_float(torch.device("mps"))
+        (torch.float64, torch.float32)
+    """
+    return torch.float32 if device.type in _WITHOUT_FLOAT64 else torch.float64
+
+
+def to_float64(tensor: Tensor) -> Tensor:
+    """Return the values of a tensor in float64: on its device, or on the CPU if the device has no float64.
+
+    Example:
+        >>> to_float64(torch.ones(1))
+        tensor([1.], dtype=torch.float64)
+    """
+    tensor = tensor.detach()
+    if tensor.device.type in _WITHOUT_FLOAT64:
+        tensor = tensor.cpu()
+    return tensor.double()
 
 
 def is_same(one: object, other: object) -> bool:

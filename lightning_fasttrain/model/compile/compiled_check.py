@@ -13,13 +13,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from lightning_fasttrain.core.device import to_float64
 from lightning_fasttrain.core.distributed import is_sharded
 from lightning_fasttrain.core.messages import describe_error
 from lightning_fasttrain.core.modules.recomputation import capturing_nothing, recomputed_outside, without_graph
 from lightning_fasttrain.core.modules.wrapped_forward import has_dropout, without_dropout
 from lightning_fasttrain.core.state.rng import random_state, set_random_state, states_of_generators
 from lightning_fasttrain.core.state.step_state import StepState
+from lightning_fasttrain.core.state.values import to_float64
 
 _SHARES = ((1e-10, 1e-8), (1e-6, 2e-3), (1.0, 5e-2))  # up to this rounding: float64, float32 with TF32, 16 bits
 _NUDGED = 8.0  # multiple of the effect that rounding of the inputs has on the eager block's results

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, resolve_name
 from torch.utils._pytree import tree_leaves
 
-from lightning_fasttrain.core.device import to_float64
 from lightning_fasttrain.core.modules.wrapped_forward import patch
+from lightning_fasttrain.core.state.values import to_float64
 from lightning_fasttrain.proof.verification.digest import draw_signs, take_digest
 from lightning_fasttrain.proof.verification.short_run import Steps, run_steps, seed_step
 from lightning_fasttrain.technique import Technique
