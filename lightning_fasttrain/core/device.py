@@ -127,6 +127,21 @@ def free_bytes(device: torch.device) -> int | None:
     return 1024 * int(available.split()[1])
 
 
+def peak_host_bytes() -> int | None:
+    """Return the most memory that this process has held on the host so far; None where the system does not report it.
+
+    Example:
+        >>> peak = peak_host_bytes()
+        >>> peak is None or peak > 2**20
+        True
+    """
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return None
+    line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+    return 1024 * int(line.split()[1])
+
+
 def return_unused_memory() -> None:
     """Free what only reference cycles hold, and return unused memory of the allocators to the system and the GPU."""
     gc.collect()

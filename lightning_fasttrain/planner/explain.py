@@ -15,7 +15,7 @@ from lightning_fasttrain.planner.why_not import TrainingSetup, find_setup
 from lightning_fasttrain.proof.verification.short_run import quietly
 from lightning_fasttrain.technique import Technique
 from lightning_fasttrain.technique.declarations import PredictedStep
-from lightning_fasttrain.technique.explanation import Explanation, explain_model, explain_run, padding_of
+from lightning_fasttrain.technique.run_summary import Explanation, explain_model, explain_run, padding_of
 from lightning_fasttrain.technique.technique import find_with_surgery
 
 

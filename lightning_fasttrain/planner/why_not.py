@@ -33,7 +33,7 @@ from lightning_fasttrain.technique.declarations import (
     describe_clipping,
     facts_of_machine,
 )
-from lightning_fasttrain.technique.explanation import padding_of
+from lightning_fasttrain.technique.run_summary import padding_of
 from lightning_fasttrain.technique.technique import find_with_surgery, techniques_of
 
 

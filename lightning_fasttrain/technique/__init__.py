@@ -2,7 +2,7 @@
 
 A technique bases its advice on :class:`Facts` and describes its effect on memory in a :class:`PredictedStep`.
 
-From the bottom up: ``declarations``, ``explanation``, ``technique``, ``run_length``, ``duration``.
+From the bottom up: ``declarations``, ``run_summary``, ``technique``, ``run_length``, ``duration``.
 """
 
 from typing import TYPE_CHECKING

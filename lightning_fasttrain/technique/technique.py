@@ -33,7 +33,7 @@ from lightning_fasttrain.technique.declarations import (
     Surgery,
     refuse_conflicts,
 )
-from lightning_fasttrain.technique.explanation import RunSummary, leave_out_empty_hooks
+from lightning_fasttrain.technique.run_summary import RunSummary, leave_out_empty_hooks
 
 
 def remember_arguments(cls: Any) -> None:

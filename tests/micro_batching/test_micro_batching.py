@@ -11,7 +11,7 @@ from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.technique.explanation import describe_acting
+from lightning_fasttrain.technique.run_summary import describe_acting
 from tests.support.nets import (
     DIM,
     VOCAB,

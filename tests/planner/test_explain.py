@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.technique.explanation import Explanation
+from lightning_fasttrain.technique.run_summary import Explanation
 from tests.support.nets import LazyLM, TinyLM, as_loader, heard, largest_difference, lm_batches, trainer, weights
 
 BATCH = lm_batches(1)[0]

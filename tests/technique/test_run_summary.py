@@ -2,18 +2,21 @@
 
 import copy
 import logging
+import re
+import resource
 import struct
 from functools import partial
 
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboardX.proto import event_pb2
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.core.messages import format_bytes, log
-from lightning_fasttrain.technique.explanation import KEY
+from lightning_fasttrain.technique.run_summary import KEY
 from tests.cases import CASES
 from tests.support.nets import TinyLM, as_loader, heard, lm_batches, padded_batches, trainer
 
@@ -59,7 +62,7 @@ def test_the_summary_lists_techniques_in_the_order_in_which_they_change_the_mode
     trained, total = (sum(p.numel() for p in net.parameters()) for net in (lora_alone(), with_lora()))
     assert lines[5] == f"  Parameters               {trained:,} of {total:,} train ({trained / total:.2%})"
     assert lines[6] == "  Runs on                  cpu, SingleDeviceStrategy, precision 32-true"
-    samples = "12 samples (60 tokens) = 1 rank × 6 samples × 2 accumulated batches"
+    samples = "12 samples (60 tokens) = 6 samples × 2 accumulated batches"
     assert lines[7] == f"  Global batch             {samples}"
     assert lines[-1] == "  Exactness                changes training (LoRA)"
 
@@ -207,7 +210,21 @@ def test_the_end_states_time_throughput_and_what_meters_measured():
     said = end_of(run([ft.EagerGradientRelease()], accumulate_grad_batches=2)[0])
     assert said.startswith("3 steps\n")
     assert " ms/step, including data loading and callbacks" in said
-    assert said.endswith(" tokens/s, assuming batches like the first")
+    assert " tokens/s, assuming batches like the first\n" in said
+    held = re.fullmatch(r"  Peak memory  ([\d.]+) (.)iB of this process, with .*", said.splitlines()[-1])
+    peak_kib = float(held[1]) * {"M": 1024, "G": 1024**2}[held[2]]
+    assert 50e3 < peak_kib <= 1.01 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def test_the_end_states_where_a_run_was_resumed(tmp_path):
+    saving = {"enable_model_summary": True, "enable_checkpointing": True}
+    callbacks = lambda: [ft.EagerGradientRelease(), ModelCheckpoint(tmp_path, save_last=True)]  # noqa: E731
+    trainer(callbacks(), max_epochs=1, **saving).fit(TinyLM(), as_loader(lm_batches(3)))
+    again = trainer(callbacks(), max_epochs=2, **saving)
+    with heard() as said:
+        again.fit(TinyLM(), as_loader(lm_batches(3)), ckpt_path=tmp_path / "last.ckpt")
+    lines = end_of(said).splitlines()
+    assert lines[:2] == ["3 steps", f"  Resumed      at step 3 from {tmp_path / 'last.ckpt'}"]
 
 
 def test_the_end_states_what_fell_back_and_what_gained_nothing(recwarn):

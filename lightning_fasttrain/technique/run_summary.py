@@ -1,4 +1,4 @@
-"""Describe which techniques act on a training run, how large it is, and at its end what they did, in few lines."""
+"""Print which techniques act on a run and how large it is at its start, and what they did and cost at its end."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_fasttrain.core.batch import count_batch
 from lightning_fasttrain.core.batch.padding_share import BATCHES, PaddingShare
-from lightning_fasttrain.core.device import free_bytes
+from lightning_fasttrain.core.device import free_bytes, peak_host_bytes
 from lightning_fasttrain.core.messages import align, explain, format_bytes, number_of, say, warn
 from lightning_fasttrain.core.modules.parameters import count_parameters
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
@@ -140,12 +140,13 @@ class Explanation:
         if not self.samples:
             return ""
         tokens = f" ({self.tokens_per_step:,} tokens)" if self.tokens else ""
-        factors = (
-            number_of(self.ranks, "rank"),
-            number_of(self.samples, "sample"),
-            number_of(self.accumulation, "accumulated batch", "accumulated batches"),
-        )
-        return f"{number_of(self.samples_per_step, 'sample')}{tokens} = {' × '.join(factors)}"
+        batch = f"{number_of(self.samples_per_step, 'sample')}{tokens}"
+        factors = [number_of(self.samples, "sample")]
+        if self.ranks > 1:
+            factors.insert(0, number_of(self.ranks, "rank"))
+        if self.accumulation > 1:
+            factors.append(number_of(self.accumulation, "accumulated batch", "accumulated batches"))
+        return batch if len(factors) == 1 else f"{batch} = {' × '.join(factors)}"
 
     def _describe_memory(self) -> str:
         facts: list[str] = []
@@ -353,6 +354,8 @@ class RunSummary:
         measured: dict[str, float] = {}
         for technique in self.techniques:
             measured.update(technique.measurements())
+        if self._begun[2]:
+            yield "Resumed", f"at step {self._begun[2]:,}" + (f" from {trainer.ckpt_path}" if trainer.ckpt_path else "")
         now = _progress(trainer)
         steps = now[2] - self._begun[2]
         step_s = measured.get("step_ms", 0.0) / 1e3
@@ -385,6 +388,8 @@ def _peak(device: torch.device, measured: Mapping[str, float]) -> Iterator[tuple
         yield "Peak memory", format_bytes(measured["peak_bytes"])
     elif device.type == "cuda":
         yield "Peak memory", f"{format_bytes(torch.cuda.max_memory_allocated(device))} in this process so far"
+    elif (nbytes := peak_host_bytes()) is not None:
+        yield "Peak memory", f"{format_bytes(nbytes)} of this process, with Python and its libraries"
 
 
 def _is_quiet(trainer: L.Trainer) -> bool:
