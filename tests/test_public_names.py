@@ -88,7 +88,7 @@ ANSWERS = [
     (["consolidate"], 2, "the following arguments are required: DIR"),
     *(([command, "--help"], 0, f"usage: fasttrain {command}") for command in COMMANDS),
     (["doctor", "--nonsense"], 2, "unrecognized arguments: --nonsense"),
-    (["techniques", "--ladder"], 2, "argument --ladder: expected one argument"),
+    (["techniques", "--for"], 2, "argument --for: expected one argument"),
 ]
 
 

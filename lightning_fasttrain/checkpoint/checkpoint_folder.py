@@ -147,10 +147,11 @@ def _sums(folder: Path, rank: int, world_size: int) -> dict[str, dict[str, Any]]
 
 
 def _sum(path: Path, *, sync: bool = False) -> dict[str, Any]:
-    with open(path, "r+b" if sync else "rb") as file:
-        if sync:
-            # This syncs the whole file, whoever wrote it, through any descriptor; Windows needs one that writes.
-            os.fsync(file.fileno())
+    if sync:
+        # The whole file, whoever wrote it, is synced through any descriptor; Windows needs one that writes.
+        with open(path, "r+b") as written:
+            os.fsync(written.fileno())
+    with open(path, "rb") as file:
         return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 

@@ -239,11 +239,10 @@ COMMANDS = (
     ),
     Command(
         "techniques",
-        "the table of techniques, as Markdown, or all about one of them",
+        "the table of techniques, those for a goal, or all about one of them",
         [
-            option("name", nargs="?", metavar="NAME", help="of one: when to use it, how exact it is, its code"),
-            option("--ladder", metavar="JSON", help="a ladder.json, whose measurements are shown too"),
-            option("--markdown", action="store_true", help="write Markdown: the page docs/techniques.md, or one card"),
+            option("words", nargs="*", metavar="WORD", help="a name in any spelling, or words such as: out of memory"),
+            option("--for", dest="goal", metavar="GOAL", help='the same, in quotes: --for "gradient accumulation"'),
             option("--here", action="store_true", help="of one: state also if it has no effect on this machine"),
         ],
         tool_commands.describe_techniques,

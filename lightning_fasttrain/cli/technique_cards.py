@@ -1,39 +1,66 @@
-"""Show what each technique states about itself, in a table and on cards, without importing it.
+"""Find techniques by name or by what they are for, and show what each states about itself, without importing it.
 
-``technique_cards.json`` has the cards, written from the classes by ``describe_techniques``; so no card waits for torch.
+``technique_cards.json`` has the cards, written from the classes by ``docs/describe_techniques.py``; so no card waits
+for torch.
 """
 
-import itertools
+import difflib
 import json
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 
 import yaml
 
-from lightning_fasttrain.core.messages import ReportTable, output_width, wrap
+from lightning_fasttrain.core.messages import ReportTable, explain, output_width, wrap
 
 FILE = "technique_cards.json"
 _CODE = ("Trainer", "mixin", "loop", "YAML")  # lines of a card that are not to be broken
 
-_PAGE = """\
-<!-- Generated: fasttrain techniques --markdown --ladder examples/results/ladder_cpu.json > docs/techniques.md -->
-
-# Techniques
-
-The table lists every technique of the package; below it, a card for each gives details. In the code examples `ft` is
-`lightning_fasttrain` and `L` is `lightning`. `fasttrain techniques NAME` prints one card; with `--here` it states
-whether the technique has any effect on this machine. [Exactness](exactness.md) defines the three classes.
-"""
-_MEASURED = """\
-The column "measured" is from a run of `fasttrain ladder`, which [Results](results.md) describes: time and peak memory
-as factors of the rung below. Times marked ≈ are within the variation of the same program there, {noise:.0%}.
-"""
-_FACTORS = (
-    "Time and peak memory: as factors of the ladder's rung below. Times marked ≈ are within the variation of the same "
-    "program there, {noise:.0%}."
-)
+# Words of the field, without spaces and dashes → techniques, the first to try first.
+_MEMORY = "MicroBatching ActivationCheckpointing FusedLossHead EagerGradientRelease OptimizerInBackward QLoRA"
+_SPEED = "CompileBlocks FusedLossHead MicroBatching DevicePrefetch MatmulPrecision ChannelsLast AttentionBackend"
+_ADAPTERS = "LoRA QLoRA Adapter IA3 PromptTuning PrefixTuning"
+_SYNONYMS = {
+    "accumulation gradientaccumulation accumulategradbatches largebatch": (
+        "MicroBatching TokenWeightedAccumulation GlobalBatch BatchSizeWarmup"
+    ),
+    "gradientcheckpointing activationcheckpoint recompute recomputation remat": "ActivationCheckpointing TiledMLP",
+    "mixedprecision amp bf16 fp16 lowprecision": "FusedClipping MatmulPrecision LowPrecisionProducts",
+    "fp8 float8 int8": "LowPrecisionProducts QuantizedBase",
+    "tf32": "MatmulPrecision",
+    "ema swa weightaveraging averaging": "WeightEMA",
+    "packing pack padding varlen": "MicroBatching PaddingFree",
+    "offload cpuoffload": "ActivationOffload",
+    "flashattention sdpa attention": "AttentionBackend",
+    "quantization quantize 4bit 8bit nf4 bitsandbytes": "QuantizedBase QLoRA",
+    "peft adapters finetuning finetune": _ADAPTERS,
+    "outofmemory oom memory lessmemory": f"{_MEMORY} ActivationOffload TiledMLP",
+    "slow speed faster throughput": _SPEED,
+    "dataloading loader dataloader prefetching": "DevicePrefetch SampleGuard EvenEpochs",
+    "clipping gradientclipping": "FusedClipping AdaptiveClipping WeightClipping",
+    "cudagraphs cudagraph torchcompile inductor": "CompileBlocks",
+    "nan inf divergence lossspike spike": "FiniteGuard SpikeGuard",
+    "spot preemptible slurm signal": "Preemption AtomicCheckpoints ExactResume",
+    "hang deadlock stuck": "HangWatch",
+    "resume checkpointing checkpoints": "ExactResume AtomicCheckpoints Preemption",
+    "distill kd knowledgedistillation teacher": "Distillation",
+    "moe mixtureofexperts experts": "Upcycling MixtureOfDepths",
+    "droppath layerdrop": "StochasticDepth",
+    "freezing freeze unfreezing": "GradualUnfreezing FrozenCache",
+    "chunkedloss crossentropy logits vocabulary largevocabulary": "FusedLossHead",
+    "profiler profiling mfu throughputmonitor": "StepMeter MemoryMeter MemoryTimeline",
+    "criticalbatchsize": "GradientNoiseScale",
+}
+# What is no technique, but is looked for among them.
+_ELSEWHERE = {
+    "zero deepspeed": "ZeRO is a strategy: Trainer(strategy=ft.ZeROStrategy('auto')); `fasttrain shard` compares",
+    "fsdp fsdp2 ddp sharding shard distributed tensorparallel contextparallel": (
+        "sharding is a strategy: Trainer(strategy=ft.FSDP2Strategy()); `fasttrain shard` compares"
+    ),
+    "optimizer optimizers adamw muon lion 8bitoptimizer": "optimizers are built by name: ft.build_optimizer",
+    "schedule scheduler warmup learningrate": "schedules are built by name: ft.build_schedule (fasttrain schedule)",
+}
 
 
 @dataclass(frozen=True)
@@ -49,10 +76,12 @@ class TechniqueCard:
         when: when it pays.
         exactness: class of exactness.
         promise: class of exactness with its bound.
+        arguments: of its constructor, with their defaults.
         made: Python that makes one.
         config: YAML for LightningCLI that makes one; None if YAML cannot represent it.
         loop: use in a Fabric or bare loop.
         excluded: techniques that it cannot be combined with: name, reason and alternative of each.
+        measured: machine → variant → time and peak memory, as factors of the ladder's rung below.
         source: paper or reference implementation.
     """
 
@@ -64,24 +93,13 @@ class TechniqueCard:
     when: str
     exactness: str
     promise: str
+    arguments: str
     made: str
     config: str | None
     loop: str
     excluded: list[list[str]]
+    measured: dict[str, dict[str, list[str]]]
     source: str
-
-
-@dataclass(frozen=True)
-class Measurements:
-    """Effects of single techniques, measured by a ladder.
-
-    Attributes:
-        factors: technique → time and peak memory, as factors of the rung below.
-        noise: variation of the time of one program there, relative.
-    """
-
-    factors: Mapping[str, str]
-    noise: float
 
 
 def read_cards() -> list[TechniqueCard]:
@@ -95,36 +113,87 @@ def read_cards() -> list[TechniqueCard]:
     return [TechniqueCard(**fields) for fields in json.loads(written)]
 
 
-def as_text(card: TechniqueCard, measured: Measurements | None = None, idle: str | None = None) -> str:
+def find_cards(words: str) -> list[TechniqueCard]:
+    """Return the techniques of a name in any spelling, or for what the words say; the first to try first.
+
+    Raises:
+        ValueError: there is none; the message names what is close.
+
+    Example:
+        >>> [card.name for card in find_cards("micro-batching")]
+        ['MicroBatching']
+        >>> [card.path for card in find_cards("optim.weight_ema")]
+        ['optim.WeightEMA']
+        >>> [card.name for card in find_cards("gradient accumulation")][:2]
+        ['MicroBatching', 'TokenWeightedAccumulation']
+    """
+    cards, wanted = read_cards(), _plain(words)
+    by_name = {card.name: card for card in cards}
+    named = [card for card in cards if wanted in (_plain(card.name), _plain(card.path))]
+    if named:
+        return named
+    for synonyms, names in _SYNONYMS.items():
+        if wanted in synonyms.split():
+            return [by_name[name] for name in names.split()]
+    what = f"no technique is called {words!r}"
+    for synonyms, advice in _ELSEWHERE.items():
+        if wanted in synonyms.split():
+            why, _, way_out = advice.partition(": ")
+            raise ValueError(explain(what, why, f"Use {way_out}"))
+    found = _find_described(cards, words)
+    if found:
+        return found
+    known = {_plain(name): name for name in by_name}
+    for synonyms in _SYNONYMS:
+        known.update({word: word for word in synonyms.split()})
+    near = [known[word] for word in difflib.get_close_matches(wanted, known, n=3, cutoff=0.6)]
+    way_out = f"Did you mean {' or '.join(near)}?" if near else "`fasttrain techniques` lists all"
+    raise ValueError(explain(what, "nor does one describe itself by these words", way_out))
+
+
+def _find_described(cards: Sequence[TechniqueCard], words: str) -> list[TechniqueCard]:
+    """Return the techniques whose names contain the words, then those that use all of them about themselves."""
+    wanted, parts = _plain(words), words.lower().split()
+    if len(wanted) < 3:
+        return []
+    containing = [card for card in cards if wanted in _plain(card.name)]
+    for card in cards:
+        described = f"{card.effect} {card.when}".lower()
+        if card not in containing and all(part in described for part in parts):
+            containing.append(card)
+    return containing
+
+
+def _plain(words: str) -> str:
+    return "".join(filter(str.isalnum, words.lower()))
+
+
+def as_text(card: TechniqueCard, idle: str | None = None) -> str:
     """Return a card for a terminal.
 
     Args:
         card: of a technique.
-        measured: by a ladder.
         idle: why there is nothing to do on this machine.
 
     Example:
         >>> offload = next(card for card in read_cards() if card.name == "ActivationOffload")
-        >>> print(as_text(offload).partition("source")[0])
+        >>> print(as_text(offload).partition("not with")[0])
         ActivationOffload: saved activations are kept in host memory, or on disk
         <BLANKLINE>
         when       activations of long sequences do not fit, and recomputing them would cost more than moving them; not
                    on a CPU
         exactness  exact
-        not with   CompileBlocks: CUDA graphs keep saved tensors in their own memory, so moving them would free
-                   nothing. Use CompileBlocks(mode='max-autotune-no-cudagraphs').
-        Trainer    L.Trainer(callbacks=[ft.ActivationOffload(min_mib=4)])
-        mixin      class Net(ft.FastTrainMixin, L.LightningModule): techniques = [ft.ActivationOffload(min_mib=4)]
-        loop       with model.offload_activations(model): ...
-        YAML       trainer: {callbacks: [{class_path: lightning_fasttrain.ActivationOffload, init_args: {min_mib: 4}}]}
+        arguments  min_mib=1.0, *, in_flight_mib=1024.0, folder=None, blocks=None; help(ft.ActivationOffload)
         <BLANKLINE>
     """
-    factors = measured.factors.get(card.name) if measured is not None else None
     lines = [("when", card.when), ("exactness", card.exactness)]
     if idle is not None:
         lines.append(("not here", idle))
-    if factors is not None:
-        lines.append(("measured", f"{factors}: time, peak memory"))
+    help_on = f"help(ft.{card.path})"
+    lines.append(("arguments", f"{card.arguments}; {help_on}" if card.arguments else f"none; {help_on}"))
+    for machine, variants in card.measured.items():
+        factors = [" ".join(filter(None, [name, *numbers])) for name, numbers in variants.items()]
+        lines.append(("measured", f"{'; '.join(factors)} (time, peak memory) in the ladder, {machine}"))
     for other, why, way_out in card.excluded:
         lines.append(("not with", f"{other}: {why}. {way_out}."))
     lines += [
@@ -146,129 +215,19 @@ def as_text(card: TechniqueCard, measured: Measurements | None = None, idle: str
     return "\n".join(shown)
 
 
-def as_table(cards: Sequence[TechniqueCard], measured: Measurements | None = None) -> ReportTable:
-    """Return the techniques as a table for a terminal, with measured time and memory where there are some."""
-    numbers = {} if measured is None else {"time": "name", "memory": "name"}
-    columns = {"technique": "name", **numbers, "exactness": "name", "what it does": "prose"}
-    notes = ["`fasttrain techniques NAME` prints all about one of them."]
-    if measured is None:
-        notes.append("With --ladder FILE, of `fasttrain ladder`, there are columns of measured time and memory.")
-    else:
-        notes.append(_FACTORS.format(noise=measured.noise))
+def as_table(cards: Sequence[TechniqueCard]) -> ReportTable:
+    """Return techniques as a table for a terminal, with what the ladder measured of some of them."""
+    columns = {"technique": "name", "time": "name", "memory": "name", "exactness": "name", "what it does": "prose"}
+    machines = {machine: None for card in cards for machine in card.measured}
+    machine = next(iter(machines), "")
+    notes = ["`fasttrain techniques NAME` prints all about one; words such as `out of memory` find those for it."]
+    if machine:
+        notes.append(f"Time and memory: factors of the rung below in the ladder, {machine}; ≈ is within its variation.")
     table = ReportTable(f"{len(cards)} techniques", columns, notes)
     for card in cards:
-        factors = []
-        if measured is not None:
-            rungs = [rung.rsplit(", ", 1) for rung in measured.factors.get(card.name, ", ").split("; ")]
-            factors = list(map("\n".join, zip(*rungs, strict=True)))
-        table.add(card.path, *factors, card.exactness, card.effect)
+        times, memories = [], []
+        for variant, (time, memory) in card.measured.get(machine, {}).items():
+            times.append(f"{variant} {time}".strip())
+            memories.append(memory)
+        table.add(card.path, "\n".join(times), "\n".join(memories), card.exactness, card.effect)
     return table
-
-
-def markdown_table(cards: Sequence[TechniqueCard], measured: Measurements | None = None) -> str:
-    """Return the techniques as a Markdown table, without a trailing newline."""
-    head = ["technique", "what it does", "exactness", "in a Fabric or bare loop"]
-    if measured is not None:
-        head.append("measured: time, peak memory")
-    lines = [head, ["---"] * len(head)]
-    for card in cards:
-        line = [f"`{card.path}`", card.effect, card.exactness, _as_code(card.loop)]
-        if measured is not None:
-            line.append(measured.factors.get(card.name, ""))
-        lines.append(line)
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def markdown_card(card: TechniqueCard, measured: Measurements | None = None) -> str:
-    """Return a card as a section of a Markdown page.
-
-    Example:
-        >>> meter = next(card for card in read_cards() if card.name == "StepMeter")
-        >>> print(markdown_card(meter).partition("**Source:**")[0])
-        ### StepMeter
-        <BLANKLINE>
-        Measures the time of each phase of a training step; see `StepTimer`.
-        <BLANKLINE>
-        **Effect:** ms per step by phase, samples/s, tokens/s.
-        <BLANKLINE>
-        **When it pays:** you want to know where the time goes.
-        <BLANKLINE>
-        **Exactness:** exact, bitwise.
-        <BLANKLINE>
-        ```python
-        trainer = L.Trainer(callbacks=[ft.StepMeter(warmup=10)])
-        <BLANKLINE>
-        class Net(ft.FastTrainMixin, L.LightningModule):
-            techniques = [ft.StepMeter(warmup=10)]
-        ```
-        <BLANKLINE>
-        In a Fabric or bare loop: `profiling.StepTimer(device)`
-        <BLANKLINE>
-        ```yaml
-        trainer:
-          callbacks:
-          - class_path: lightning_fasttrain.StepMeter
-            init_args:
-              warmup: 10
-        ```
-        <BLANKLINE>
-        **Cannot be combined with:** nothing.
-        <BLANKLINE>
-        <BLANKLINE>
-    """
-    paragraphs = [
-        f"### {card.path}",
-        card.summary,
-        f"**Effect:** {card.effect}.",
-        f"**When it pays:** {card.when}.",
-        f"**Exactness:** {card.promise}.",
-        "```python\n"
-        f"trainer = L.Trainer(callbacks=[{card.made}])\n\n"
-        f"class Net(ft.FastTrainMixin, L.LightningModule):\n    techniques = [{card.made}]\n```",
-        f"In a Fabric or bare loop: {_as_code(card.loop)}",
-    ]
-    if card.config is not None:
-        paragraphs.append(f"```yaml\n{card.config}```")
-    if card.excluded:
-        excluded = [f"- `{other}`: {why}. {way_out}." for other, why, way_out in card.excluded]
-        paragraphs += ["**Cannot be combined with:**", "\n".join(excluded)]
-    else:
-        paragraphs.append("**Cannot be combined with:** nothing.")
-    if measured is not None:
-        factors = measured.factors.get(card.name, "the ladder does not measure it")
-        paragraphs.append(f"**Measured (time, peak memory):** {factors}.")
-    paragraphs.append(f"**Source:** {as_markdown(card.source)}")
-    return "\n\n".join(paragraphs)
-
-
-def markdown_page(cards: Sequence[TechniqueCard], measured: Measurements | None = None) -> str:
-    """Return the table of techniques followed by one card for each, as a Markdown page with a trailing newline."""
-    # The anchor is the one that both GitHub and MkDocs derive from a card's heading.
-    table = re.sub(
-        r"^\| `([\w.]+)`",
-        lambda name: f"| [`{name[1]}`](#{name[1].replace('.', '').lower()})",
-        markdown_table(cards, measured),
-        flags=re.MULTILINE,
-    )
-    page = [_PAGE]
-    if measured is not None:
-        page.append(_MEASURED.format(noise=measured.noise))
-    page.append(f"<!-- techniques -->\n{table}\n<!-- /techniques -->\n")
-    for subpackage, members in itertools.groupby(cards, lambda card: card.subpackage):
-        page.append(f"## Techniques in `{subpackage}`\n")
-        page += [f"{markdown_card(card, measured)}\n" for card in members]
-    return "\n".join(page)
-
-
-def as_markdown(text: str) -> str:
-    """Convert the reStructuredText roles and literals of a docstring to Markdown.
-
-    Example:
-        >>> as_markdown("see :func:`~lightning_fasttrain.micro_batching.split_batch` and ``n``")
-        'see `split_batch` and `n`'
-    """
-    return re.sub(r":\w+:`(?:~[\w.]*\.)?([\w.]+)`", r"`\1`", text).replace("``", "`")
-
-
-def _as_code(text: str) -> str:
-    return text if text.startswith("nothing") else f"`{text}`"

@@ -2,12 +2,8 @@
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lightning_fasttrain.cli.command import CommandError, refusing
-
-if TYPE_CHECKING:
-    from lightning_fasttrain.cli.technique_cards import Measurements
 
 INTERRUPTED = 130  # what shells give for a program that SIGINT ended: 128 + 2
 
@@ -105,34 +101,16 @@ def write_consolidated(options: argparse.Namespace) -> None:
 
 
 def describe_techniques(options: argparse.Namespace) -> None:
-    """Run ``fasttrain techniques``: the table of techniques, or all about one of them."""
+    """Run ``fasttrain techniques``: the table of all techniques or of those that words find, or the card of one."""
     from lightning_fasttrain.cli import technique_cards
-    from lightning_fasttrain.core.checks import one_of
 
-    cards = technique_cards.read_cards()
-    if options.name is not None:
-        with refusing(ValueError):
-            one_of("technique", options.name, tuple(card.name for card in cards))
-        cards = [card for card in cards if card.name == options.name]
-    measured = _read_measurements(options.ladder) if options.ladder else None
-    if options.name is None and options.markdown:
-        print(technique_cards.markdown_page(cards, measured).rstrip("\n"))
-    elif options.name is None:
-        technique_cards.as_table(cards, measured).print()
-    elif options.markdown:
-        print(technique_cards.markdown_card(cards[0], measured))
+    words = " ".join([*options.words, *([options.goal] if options.goal else [])])
+    with refusing(ValueError):
+        cards = technique_cards.find_cards(words) if words else technique_cards.read_cards()
+    if len(cards) > 1:
+        technique_cards.as_table(cards).print()
     else:
-        print(technique_cards.as_text(cards[0], measured, _find_idle(options.name) if options.here else None))
-
-
-def _read_measurements(path: str) -> "Measurements":
-    from lightning_fasttrain.cli.describe_techniques import read_measurements
-
-    try:
-        with refusing(OSError, ValueError):
-            return read_measurements(path)
-    except (LookupError, TypeError) as error:
-        raise CommandError(f"{path}: not what `fasttrain ladder` writes") from error
+        print(technique_cards.as_text(cards[0], _find_idle(cards[0].name) if options.here else None))
 
 
 def _find_idle(name: str) -> str | None:

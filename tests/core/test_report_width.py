@@ -11,7 +11,6 @@ import lightning_fasttrain as ft
 from lightning_fasttrain.bench.ladder import report as ladder_report
 from lightning_fasttrain.bench.ladder.results import Climbed
 from lightning_fasttrain.cli import doctor, technique_cards
-from lightning_fasttrain.cli.describe_techniques import read_measurements
 from lightning_fasttrain.cli.main import main
 from lightning_fasttrain.core.messages import Report, ReportTable, output_width, wrap
 from lightning_fasttrain.doctor.diagnosis import Cost, Diagnosis, Finding
@@ -93,7 +92,7 @@ REPORTS = {
     ),
     "FLOPs": lambda: count_step_flops(net, torch.zeros(2, 64), loss=loss),
     "techniques": lambda: technique_cards.as_table(technique_cards.read_cards()),
-    "techniques, measured": lambda: technique_cards.as_table(technique_cards.read_cards(), read_measurements(LADDER)),
+    "techniques for a goal": lambda: technique_cards.as_table(technique_cards.find_cards("out of memory")),
     "rehearse": make_rehearsal,
     "ladder": lambda: ladder_report.as_table(Climbed.read(LADDER)),
     "memory timeline": make_record,
