@@ -99,7 +99,8 @@ def same_changes(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
     are_floats = all(isinstance(value, Tensor) and value.is_floating_point() for value in (before, now, other_now))
     if not (are_floats and before.shape == now.shape == other_now.shape):
         return same_values(now, other_now, _SMALL)
-    first, second, start = to_float64(now), to_float64(other_now), to_float64(before)
+    tensors: list[Any] = [now, other_now, before]
+    first, second, start = map(to_float64, tensors)
     if not torch.equal(first.isnan(), second.isnan()):
         return False
     moved, missed = ((first - one).nan_to_num().norm() for one in (start, second))
