@@ -102,7 +102,8 @@ def remote_folder(url: str, *, ranks: ControlGroup, about: Mapping[str, object] 
     with tempfile.TemporaryDirectory(prefix="fasttrain-upload-") as temporary:
         folder = Path(temporary)
         with all_or_none(url, ranks), _explained(url, "written"):
-            fs.exists(path)  # an error here, such as of wrong credentials, leaves nothing to remove
+            if ranks.rank == 0:
+                fs.exists(path)  # an error here, such as of wrong credentials, leaves nothing to remove
         try:
             with all_or_none(url, ranks):
                 yield folder
