@@ -289,7 +289,10 @@ class StepWatch:
         self._decide()
 
     def _may_raise(self, plan: CheckpointPlan) -> bool:
-        """Whether more may be kept: some block is recomputed, no plan was above the limit, and few were raised."""
+        """Whether a later plan may keep more activations.
+
+        It may if a block is recomputed, all plans so far stayed within the limit, and few of them have been raised.
+        """
         more = any(block.action != KEPT for block in plan.blocks)
         return more and not self._misses and self._raises < _MOST_RAISES
 
