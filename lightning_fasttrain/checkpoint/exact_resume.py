@@ -354,7 +354,7 @@ class ExactResume(Technique):
         self._unlogged = resume.unlogged
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: object) -> None:
-        """Hook: add restored sums to metrics that the module has logged by now, after a change of the number of ranks."""
+        """Hook: add restored sums to the metrics that the module has logged by now, on another number of ranks."""
         self._unlogged = list(filter(None, (add_logged(trainer, logged) for logged in self._unlogged)))
 
 
