@@ -1,16 +1,13 @@
 """Check what this machine offers for fast training, and give the command to install what is missing."""
 
-import importlib.metadata
 import platform
 import shutil
 from dataclasses import dataclass
-from functools import cache
 from typing import Literal
 
 import torch
-from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 
+from lightning_fasttrain.core.checks import read_bounds
 from lightning_fasttrain.core.device import (
     GIB,
     bf16_slowdown,
@@ -89,16 +86,6 @@ def as_table(findings: list[Finding]) -> ReportTable:
         found = f"{finding.detail}: {finding.fix}" if finding.fix else finding.detail
         table.add(finding.name, finding.status, found, style=styles[finding.status])
     return table
-
-
-@cache
-def _read_bounds() -> dict[str, SpecifierSet]:
-    """Return the versions of each package that this one's metadata asks for, extras included, as pip reads them."""
-    bounds: dict[str, SpecifierSet] = {}
-    for line in importlib.metadata.requires("lightning-fasttrain") or ():
-        requirement = Requirement(line)
-        bounds[requirement.name] = bounds.get(requirement.name, SpecifierSet()) & requirement.specifier
-    return bounds
 
 
 def _gpu() -> Finding:
@@ -181,7 +168,7 @@ def _package(name: str, extra: str = "", purpose: str = "") -> Finding:
     version = package_version(name)
     if version is None:
         return Finding(name, "missing", f"for {purpose}", f"pip install 'lightning-fasttrain[{extra}]'")
-    bounds = _read_bounds().get(name, SpecifierSet())
+    bounds = read_bounds()[name]
     if bounds.contains(version, prereleases=True):
         return Finding(name, "ok", version)
     return Finding(name, "missing", f"{version}, which is not supported", f"pip install '{name}{bounds}'")

@@ -14,14 +14,14 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
-from lightning_fasttrain.core.checks import bind_arguments, check_arguments, refuse_mixed_lightning
+from lightning_fasttrain.core.checks import bind_arguments, check_arguments, list_untested, refuse_mixed_lightning
 from lightning_fasttrain.core.host.late_parameters import (
     refuse_all_frozen,
     refuse_earlier_shards,
     refuse_late_parameters,
 )
 from lightning_fasttrain.core.host.lightning import after_configure_model, refuse_float16_on_cpu
-from lightning_fasttrain.core.messages import explain, warn
+from lightning_fasttrain.core.messages import explain, note_once, warn
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.technique.declarations import (
     Capability,
@@ -396,6 +396,8 @@ def check_together(
         ValueError: what conflicts · why · the cheapest way out.
     """
     listed = list_techniques(techniques)
+    for sentence in list_untested():
+        note_once(sentence)
     for first, second in itertools.combinations(listed, 2):
         if type(first) is type(second):
             _refuse_twice(f"{type(first).__name__} is listed twice")

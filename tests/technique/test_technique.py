@@ -1,6 +1,7 @@
 """One technique: applied once, in the suite's order, at the right moment, and undone."""
 
 import copy
+import importlib.metadata
 import pickle
 import re
 
@@ -13,8 +14,10 @@ from torch import nn
 
 import lightning_fasttrain as ft
 from lightning_fasttrain import Technique
+from lightning_fasttrain.core.checks import list_untested
+from lightning_fasttrain.core.messages import say_once
 from lightning_fasttrain.technique import Capability, Conflict, Surgery, check_together
-from tests.support.nets import VOCAB, LazyLM, TinyLM, as_loader, fit, lm_batches, lm_loss, trainer
+from tests.support.nets import VOCAB, LazyLM, TinyLM, as_loader, fit, heard, lm_batches, lm_loss, trainer
 
 pytestmark = pytest.mark.quick
 
@@ -45,6 +48,17 @@ class Late(Recorder):
 def test_a_class_among_the_callbacks_is_refused(others):
     with pytest.raises(TypeError, match=r"callbacks=\[LoRA\]: expected objects, got classes. Use LoRA\(...\)"):
         fit(TinyLM(), lm_batches(1), [*others, ft.LoRA])
+
+
+def test_an_untested_version_is_said_once_and_not_refused(monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", {"torch": "99.0", "lightning": "2.6.6"}.__getitem__)
+    list_untested.cache_clear()
+    say_once.cache_clear()
+    with heard() as said:
+        for _ in range(2):
+            ft.apply(TinyLM(), [ft.ActivationCheckpointing()])
+    list_untested.cache_clear()
+    assert sum("torch 99.0 is not among the tested versions" in line for line in said) == 1
 
 
 class ListsNone(ft.FastTrainMixin, TinyLM):

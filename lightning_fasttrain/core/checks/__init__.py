@@ -14,8 +14,10 @@ from lightning_fasttrain.core.checks.annotations import (
 from lightning_fasttrain.core.checks.arguments import (
     bind_arguments,
     check_arguments,
+    list_untested,
     one_of,
     positive_int,
+    read_bounds,
     real_number,
     refuse_compromised_hosts,
     refuse_mixed_lightning,

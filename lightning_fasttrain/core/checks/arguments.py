@@ -6,12 +6,17 @@ import importlib
 import importlib.metadata
 import inspect
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, TypeVar, get_type_hints, overload
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints, overload
 
 from lightning_fasttrain.core.checks.annotations import Problem, find_problem, to_plain
+
+if TYPE_CHECKING:
+    from packaging.specifiers import SpecifierSet
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _LONGEST = 60  # characters of a value in a message
@@ -288,6 +293,37 @@ def refuse_compromised_hosts() -> None:
                 f"{package} {version}: this release ran a credential stealer when imported (CVE-2026-44484). "
                 f"Rotate the secrets of this machine, then: pip install 'lightning>=2.6.6,<2.7'."
             )
+
+
+@functools.cache
+def read_bounds() -> dict[str, "SpecifierSet"]:
+    """Return the versions of each package that this one's metadata asks for, extras included, as pip reads them.
+
+    A package that it does not ask for may have any version.
+    """
+    from packaging.requirements import Requirement
+    from packaging.specifiers import SpecifierSet
+
+    bounds: dict[str, SpecifierSet] = defaultdict(SpecifierSet)
+    with suppress(importlib.metadata.PackageNotFoundError):  # a copy of the sources that is not installed
+        for line in importlib.metadata.requires("lightning-fasttrain") or ():
+            requirement = Requirement(line)
+            bounds[requirement.name] &= requirement.specifier
+    return bounds
+
+
+@functools.cache
+def list_untested() -> tuple[str, ...]:
+    """Return a sentence for torch and for Lightning, of which private parts are used, if that version is untested."""
+    found: list[str] = []
+    for name in ("torch", "lightning"):
+        version, bounds = importlib.metadata.version(name), read_bounds()[name]
+        if not bounds.contains(version, prereleases=True):
+            found.append(
+                f"{name} {version} is not among the tested versions, {name}{bounds}. Techniques use private parts of "
+                f"it. If one fails: pip install '{name}{bounds}'"
+            )
+    return tuple(found)
 
 
 def require(module: str, extra: str) -> ModuleType:
