@@ -31,13 +31,12 @@ from rich.console import Console
 from rich.table import Table
 from rivals import DEFAULT_SIDES, PARTS, SHAPES, SIDES, WARMUP, build_model
 
-from lightning_fasttrain.bench.ladder.preflight import fast_bf16
 from lightning_fasttrain.bench.ladder.results import refuse_non_finite
 from lightning_fasttrain.bench.ladder.turns import without_paths
 from lightning_fasttrain.bench.ladder.worker import Recorder
 from lightning_fasttrain.core.atomic_write import write_atomic
 from lightning_fasttrain.core.checks import one_of, positive_int
-from lightning_fasttrain.core.device import Neighbours, hardware, package_version, versions
+from lightning_fasttrain.core.device import Neighbours, fast_mixed_precision, hardware, package_version, versions
 from lightning_fasttrain.core.messages import explain
 
 
@@ -244,8 +243,8 @@ def check(options):
         if getattr(options, name) is None:
             setattr(options, name, value)
     one_of("device", options.device, ("cuda", "cpu"))
-    options.precision = options.precision or ("bf16-mixed" if fast_bf16(options.device) else "32-true")
-    one_of("precision", options.precision, ("bf16-mixed", "32-true"))
+    options.precision = options.precision or fast_mixed_precision(torch.device(options.device)) or "32-true"
+    one_of("precision", options.precision, ("bf16-mixed", "16-mixed", "32-true"))
     for name in (*shape, "rounds", "steps"):
         positive_int(name, getattr(options, name))
     for name in options.sides.split(","):

@@ -22,8 +22,7 @@ import torch
 from torch.nn import functional as F
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.bench.ladder.preflight import fast_bf16
-from lightning_fasttrain.core.device import hardware, package_version, time_ms, versions
+from lightning_fasttrain.core.device import fast_mixed_precision, hardware, package_version, time_ms, versions
 
 WAYS = ("plain", "compiled", "chunked", "chunked-compiled", "torch", "liger")
 MIB = 2**20
@@ -111,7 +110,7 @@ def main():
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--width", type=int, default=4096 if on_gpu else 384)
     parser.add_argument("--vocabularies", default="32768,131072" if on_gpu else "16000,128000")
-    fast = fast_bf16("cuda" if on_gpu else "cpu")
+    fast = fast_mixed_precision(torch.device("cuda" if on_gpu else "cpu")) == "bf16-mixed"
     parser.add_argument("--precision", choices=("bf16-mixed", "32-true"), default="bf16-mixed" if fast else "32-true")
     parser.add_argument("--ways", default=",".join(WAYS), help="some of them; torch's own is slow on a CPU")
     parser.add_argument("--rounds", type=int, default=10 if on_gpu else 5)

@@ -40,7 +40,7 @@ GIB = 2**30
 
 def search(module, batch):
     """Measure every choice but those that keep to a limit."""
-    axes = find_axes(module, batch, facts_of_machine(), Exactness.EXACT, "32-true", fast_bf16=False)
+    axes = find_axes(module, batch, facts_of_machine(), Exactness.EXACT, "32-true", mixed=None)
     return measure(Stopwatch(module, batch, {"accelerator": "cpu"}), list(axes.choices()))
 
 

@@ -7,6 +7,9 @@ import pytest
 import torch
 
 import lightning_fasttrain as ft
+from lightning_fasttrain.bench.ladder.preflight import _why_not as why_not
+from lightning_fasttrain.bench.ladder.results import Row
+from lightning_fasttrain.bench.ladder.rungs import NAIVE, rungs, strong_baseline
 from lightning_fasttrain.core.device import fast_mixed_precision
 from lightning_fasttrain.core.state import values
 from lightning_fasttrain.core.state.rng import keep_random_state, random_state, set_random_state, states_of_generators
@@ -133,3 +136,16 @@ def test_no_code_asks_any_device_for_float64():
             continue
         found += [f"{place}:{node.lineno}" for node in ast.walk(ast.parse(file.read_text())) if asks_for_float64(node)]
     assert found == []
+
+
+@pytest.mark.parametrize("mixed", ["16-mixed", "bf16-mixed", None])
+def test_the_ladder_climbs_in_the_mixed_precision_of_the_device(mixed):
+    naive = Row(state=NAIVE)
+    by_name = {rung.name: rung for rung in rungs(4, mixed)}
+    expected = mixed or "bf16-mixed"
+    assert by_name["bf16"].on(naive)["trainer"] == {"precision": expected}
+    assert strong_baseline(mixed).on(naive)["trainer"] == {"precision": mixed or "32-true"}
+    missing = {name for name, rung in by_name.items() if why_not(rung, "cuda", mixed)}
+    assert {"bf16", "bf16-alone"} & missing == {None: {"bf16", "bf16-alone"}, "16-mixed": {"bf16-alone"}}.get(
+        mixed, set()
+    )

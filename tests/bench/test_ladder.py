@@ -27,7 +27,7 @@ from lightning_fasttrain.technique import Exactness
 MICRO = Size(GPTConfig(context=64, layers=2, heads=2, width=16), batch=8, steps=2)
 
 
-def four_rungs(micro_batches):
+def four_rungs(micro_batches, mixed):
     named = {rung.name: rung for rung in rungs(micro_batches)}
     broken = Rung("broken", "a rung that fails", {"callbacks": {"MicroBatching": {"n": 0}}})
     elsewhere = Rung("elsewhere", "not on this device", {}, needs="tpu")

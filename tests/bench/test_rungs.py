@@ -111,8 +111,8 @@ def test_unknown_rungs_are_refused_with_the_known_ones():
 
 def test_the_strong_baseline_takes_bf16_where_it_is_fast():
     naive = Row(state=NAIVE)
-    assert strong_baseline(fast_bf16=True).on(naive)["trainer"] == {"precision": "bf16-mixed"}
-    plain = strong_baseline(fast_bf16=False).on(naive)
+    assert strong_baseline("bf16-mixed").on(naive)["trainer"] == {"precision": "bf16-mixed"}
+    plain = strong_baseline(None).on(naive)
     assert plain["trainer"] == {"precision": "32-true"}
     assert plain["optimizer"] == {"fused": True}
 
@@ -177,7 +177,7 @@ def test_where_time_is_not_decided_a_clear_saving_of_memory_decides():
 
 
 def test_padded_texts_are_run_in_the_same_micro_batches_with_and_without_padding():
-    with_padding, without = padded_rungs(fast_bf16=False, micro_batches=4)
+    with_padding, without = padded_rungs(None, micro_batches=4)
     below = with_padding.on(Row(state=NAIVE))
     assert below["callbacks"] == {"MicroBatching": {"n": 4, "trim_padding": False}}
     assert without.on(Row(state=below)) == {**below, "callbacks": {"MicroBatching": {"n": 4}}}

@@ -15,7 +15,7 @@ from lightning_fasttrain.bench.ladder.rungs import Rung, choose_rungs, rungs
 from lightning_fasttrain.bench.ladder.turns import FEWEST_TURNS
 from lightning_fasttrain.bench.text import check_enough, encode_text, read_text
 from lightning_fasttrain.core.checks import one_of, positive_int
-from lightning_fasttrain.core.device import bf16_slowdown, bf16_units
+from lightning_fasttrain.core.device import bf16_slowdown, fast_mixed_precision
 from lightning_fasttrain.core.messages import explain
 
 STRONG, BARE, PADDED = "strong", "bare-loop", "padded"
@@ -34,7 +34,7 @@ class Ladder:
     out: Path
     each: bool
     device: str
-    fast_bf16: bool
+    mixed: str | None
     warmup: int
     turns: int
     command: str = ""
@@ -51,7 +51,7 @@ def prepare(
     batch: int | None = None,
     micro_batches: int | None = None,
     names: list[str] | None = None,
-    ladder: Callable[[int], tuple[Rung, ...]] = rungs,
+    ladder: Callable[[int, str | None], tuple[Rung, ...]] = rungs,
     turns: int = 12,
     minutes: float | None = None,
 ) -> Ladder:
@@ -68,7 +68,7 @@ def prepare(
         micro_batches: parts that the rung of micro-batches splits a batch into; the size's own number by default.
         names: the rungs to run; all by default. ``strong``, ``bare-loop`` and ``padded``, two rows on texts of
             different lengths, are names too; naive always runs.
-        ladder: number of micro-batches → the rungs to choose from.
+        ladder: number of micro-batches, mixed precision of the device → the rungs to choose from.
         turns: the most turns in which a rung and the state below it are run to compare their times.
         minutes: after which a comparison ends after the fewest turns; the size's own number by default.
 
@@ -87,11 +87,11 @@ def prepare(
         why = "fewer have no interval that could decide"
         raise ValueError(explain(f"turns={turns}", why, f"Use {FEWEST_TURNS} or more"))
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    units = fast_bf16(device)
+    mixed = fast_mixed_precision(torch.device(device))
     runnable: list[Rung] = []
     skipped: list[dict[str, str]] = []
-    for rung in choose_rungs(ladder(resized.micro_batches), names, extra=(STRONG, BARE, PADDED)):
-        reason = _why_not(rung, device, units)
+    for rung in choose_rungs(ladder(resized.micro_batches, mixed), names, extra=(STRONG, BARE, PADDED)):
+        reason = _why_not(rung, device, mixed)
         if reason:
             skipped.append({"name": rung.name, "title": rung.title, "reason": reason})
         else:
@@ -101,7 +101,7 @@ def prepare(
     tokens = encode_text(read_text(text), resized.tokens, resized.model.vocabulary)
     check_enough(tokens, resized.batch, resized.model.context)
     # On a GPU steps are short, and the first ones set up libraries and the allocator.
-    how = {"each": each, "device": device, "fast_bf16": units, "warmup": 5 if device == "cuda" else 1, "turns": turns}
+    how = {"each": each, "device": device, "mixed": mixed, "warmup": 5 if device == "cuda" else 1, "turns": turns}
     chosen = {"rungs": tuple(runnable), "skipped": tuple(skipped), "baselines": baselines}
     prepared = Ladder(size_name=size_name, size=resized, tokens=tokens, out=folder, **chosen, **how)
     return replace(prepared, command=_command_of(prepared, names, text))
@@ -142,16 +142,14 @@ def _command_of(ladder: Ladder, names: list[str] | None, text: str | Path | None
     return " ".join(["fasttrain ladder", *options])
 
 
-def fast_bf16(device: str) -> bool:
-    """Whether matrix products in bfloat16 are fast: on a GPU, and on a processor with units for them."""
-    return device == "cuda" or bool(bf16_units())
-
-
-def _why_not(rung: Rung, device: str, fast_bf16: bool) -> str:
+def _why_not(rung: Rung, device: str, mixed: str | None) -> str:
     """Return why a rung cannot be run on this machine; empty if it can."""
-    if rung.needs in (None, device) or (rung.needs == "bf16" and fast_bf16):
+    met = {None, device, "mixed" if mixed else None, "bf16" if mixed == "bf16-mixed" else None}
+    if rung.needs in met:
         return ""
-    if rung.needs == "bf16":
+    if device == "cuda" and rung.needs in ("mixed", "bf16"):
+        return "needs a GPU that multiplies bf16; this one emulates it"
+    if rung.needs in ("mixed", "bf16"):
         slower = f"a product in bf16 takes {bf16_slowdown():.2g} times as long here as in fp32"
         return f"needs a processor with bf16 units, {slower}; so expect memory to fall, and time hardly"
     if rung.needs != "bitsandbytes":

@@ -174,7 +174,7 @@ class _Climb:
         result.rungs.append(naive)
         yield self._finish(naive)
         if STRONG in ladder.baselines:
-            rung = strong_baseline(ladder.fast_bf16)
+            rung = strong_baseline(ladder.mixed)
             result.strong = self._measure(_new_row(rung, rung.on(naive), rung.exactness), self.naive)
             yield self._finish(result.strong)
         for rung in ladder.rungs:
@@ -185,7 +185,7 @@ class _Climb:
             result.bare_loop = self._measure_bare_loop()
             yield self._finish(result.bare_loop)
         if PADDED in ladder.baselines:
-            whole, cut = padded_rungs(ladder.fast_bf16, ladder.size.micro_batches)
+            whole, cut = padded_rungs(ladder.mixed, ladder.size.micro_batches)
             below = self._start(_new_row(whole, whole.on(naive), whole.exactness), padded=True)
             self.turns.time_alone(below)
             result.padded.append(below.row)

@@ -30,7 +30,8 @@ class Rung:
         change: what it adds to the state below it, in the form of :data:`NAIVE`; or a function that says so from the
             row of that state.
         exactness: how near it keeps to the run without it.
-        needs: ``"cuda"``, ``"bf16"`` for a device that multiplies it, or ``"bitsandbytes"``; nothing elsewhere.
+        needs: ``"cuda"``, ``"mixed"`` for a device that multiplies 16-bit numbers, ``"bf16"`` for one that multiplies
+            bfloat16, or ``"bitsandbytes"``; nothing elsewhere.
     """
 
     name: str
@@ -47,17 +48,18 @@ class Rung:
         return on_top_of(below.state, change)
 
 
-def rungs(micro_batches: int = 4) -> tuple[Rung, ...]:
+def rungs(micro_batches: int = 4, mixed: str | None = None) -> tuple[Rung, ...]:
     """Return all rungs above naive, bottom up: first those without cost, then those that trade time for memory.
 
     Args:
         micro_batches: parts that a batch is split into.
+        mixed: the mixed precision in which the device multiplies faster; None: bf16, which is left out elsewhere.
 
     Example:
         >>> [rung.name for rung in rungs()][:4]
         ['prefetch', 'tf32', 'bf16', 'fused']
     """
-    n = positive_int("micro_batches", micro_batches)
+    n, precision = positive_int("micro_batches", micro_batches), mixed or "bf16-mixed"
     prefetch: State = {"callbacks": {"DevicePrefetch": {}}, "loop": {"print_loss": False, "pin_memory": True}}
     # Gradients cannot be summed by an optimizer in the backward.
     in_parts: State = {"callbacks": {"MicroBatching": {"n": n}, "OptimizerInBackward": None}}
@@ -67,7 +69,7 @@ def rungs(micro_batches: int = 4) -> tuple[Rung, ...]:
     return (
         Rung("prefetch", "no host syncs + prefetch", prefetch),
         Rung("tf32", "TF32", {"callbacks": {"MatmulPrecision": {"precision": "tf32"}}}, tolerance, needs="cuda"),
-        Rung("bf16", "bf16 mixed", {"trainer": {"precision": "bf16-mixed"}}, tolerance, needs="bf16"),
+        Rung("bf16", f"{_short(precision)} mixed", {"trainer": {"precision": precision}}, tolerance, needs="mixed"),
         Rung("fused", "fused AdamW", {"optimizer": {"fused": True}}),
         Rung("optimizer-in-backward", "optimizer in backward", {"callbacks": {"OptimizerInBackward": {}}}),
         Rung("micro-batches", f"micro-batches ×{n}", in_parts),
@@ -180,30 +182,32 @@ def on_top_of(state: State, change: State) -> State:
     return result
 
 
-def strong_baseline(fast_bf16: bool) -> Rung:
+def _short(precision: str) -> str:
+    return {"bf16-mixed": "bf16", "16-mixed": "fp16"}[precision]
+
+
+def strong_baseline(mixed: str | None) -> Rung:
     """Return the strong baseline: the settings that an informed user writes without this package.
 
-    Fused AdamW, SDPA, no loss printed, and bf16 where the device multiplies it.
+    Fused AdamW, SDPA, no loss printed, and the mixed precision in which the device multiplies faster.
 
     Args:
-        fast_bf16: whether it does.
+        mixed: that precision; None if there is none.
     """
-    precision, name, exactness = "32-true", "fp32", Exactness.EXACT
-    if fast_bf16:
-        precision, name, exactness = "bf16-mixed", "bf16", Exactness.TOLERANCE
+    name, exactness = ("fp32", Exactness.EXACT) if mixed is None else (_short(mixed), Exactness.TOLERANCE)
     loop = {"print_loss": False, "pin_memory": True}
-    change: State = {"trainer": {"precision": precision}, "optimizer": {"fused": True}, "loop": loop}
+    change: State = {"trainer": {"precision": mixed or "32-true"}, "optimizer": {"fused": True}, "loop": loop}
     return Rung("strong", f"strong: {name}, SDPA, fused AdamW", change, exactness)
 
 
-def padded_rungs(fast_bf16: bool, micro_batches: int) -> tuple[Rung, Rung]:
+def padded_rungs(mixed: str | None, micro_batches: int) -> tuple[Rung, Rung]:
     """Return the strong baseline in micro-batches for padded texts: with the padding, and with it cut off.
 
     Args:
-        fast_bf16: whether the device multiplies bf16.
+        mixed: the mixed precision in which the device multiplies faster; None if there is none.
         micro_batches: parts that a batch is split into.
     """
-    strong = strong_baseline(fast_bf16)
+    strong = strong_baseline(mixed)
     assert not callable(strong.change)
     whole: State = {**strong.change, "callbacks": {"MicroBatching": {"n": micro_batches, "trim_padding": False}}}
     cut: State = {"callbacks": {"MicroBatching": {"n": micro_batches}}}

@@ -231,7 +231,8 @@ def run_in_a_bare_loop(module: GPTModule, loader: Iterable[object], state: State
     kinds = set(map(type, callbacks))
     parts = max([callback.n for callback in callbacks if isinstance(callback, micro_batching.MicroBatching)], default=1)
     device = recorder.device
-    bf16 = state["trainer"].get("precision") == "bf16-mixed"
+    half = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(state["trainer"].get("precision", ""))
+    scaler = torch.amp.GradScaler(device.type, enabled=half is torch.float16)  # changes nothing if it is not enabled
     with_surgery = [c for c in callbacks if isinstance(c, Technique) and type(c).apply is not Technique.apply]
     in_the_loop = {micro_batching.MicroBatching, loaders.DevicePrefetch}
     known = in_the_loop | {optim.EagerGradientRelease, optim.OptimizerInBackward}
@@ -249,14 +250,16 @@ def run_in_a_bare_loop(module: GPTModule, loader: Iterable[object], state: State
             batches = loaders.prefetch_to_device(loader, device)
 
         def loss_of(batch: Any) -> Tensor:
-            with torch.autocast(device.type, torch.bfloat16, enabled=bf16, cache_enabled=False):  # as in the Trainer
-                return module.loss(batch)
+            with torch.autocast(device.type, half, enabled=half is not None, cache_enabled=False):  # as in the Trainer
+                return scaler.scale(module.loss(batch))
 
         for step, batch in enumerate(batches):
             batch = [part.to(device, non_blocking=True) for part in batch]
             recorder.begin(step, module, optimizer, batch)
             loss = micro_batching.accumulate_gradients(loss_of, batch, parts)
-            optimizer.step()
+            loss = loss / scaler.get_scale()
+            scaler.step(optimizer)
+            scaler.update()
             optimizer.zero_grad(set_to_none=True)
             if not recorder.end(step, loss):
                 break
