@@ -144,8 +144,8 @@ def _command_of(ladder: Ladder, names: list[str] | None, text: str | Path | None
 
 def _why_not(rung: Rung, device: str, mixed: str | None) -> str:
     """Return why a rung cannot be run on this machine; empty if it can."""
-    met = {None, device, "mixed" if mixed else None, "bf16" if mixed == "bf16-mixed" else None}
-    if rung.needs in met:
+    met = {"bf16-mixed": {"mixed", "bf16"}, "16-mixed": {"mixed"}, None: set()}[mixed]
+    if rung.needs in {None, device, *met}:
         return ""
     if device == "cuda" and rung.needs in ("mixed", "bf16"):
         return "needs a GPU that multiplies bf16; this one emulates it"
