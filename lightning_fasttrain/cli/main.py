@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from lightning_fasttrain.cli import examine_script, model_commands, tool_commands
+from lightning_fasttrain.cli import examine_script, model_commands, tool_commands, tune
 from lightning_fasttrain.cli.command import BAD_INPUT, Command, CommandError, model_options, option
 from lightning_fasttrain.cli.rehearsal.rehearse import rehearse
 from lightning_fasttrain.cli.tool_commands import INTERRUPTED
@@ -83,6 +83,26 @@ COMMANDS = (
         "or with an MFU that is measured on this machine; the loss that scaling laws expect, and the best use of the "
         "same budget; the critical batch size; memory. Each value states how it is known. TARGET is imported and "
         "called, which runs its code.",
+    ),
+    Command(
+        "tune",
+        "what to add to a script of yours, what it gains there, and that it is the same training",
+        [
+            option(
+                "--memory", default="fit", metavar="GIB", help="limit for a step's peak memory; default: what is free"
+            ),
+            option("--keep", choices=tune.KEEPS, default="tolerance", help="exact, tolerance (default) or anything"),
+            option("--minutes", type=float, default=2.0, metavar="M", help="for measurements, at most; default: 2"),
+            option("--apply", action="store_true", help="write SCRIPT_tuned.py, a copy with the advice applied"),
+            _JSON,
+            option("script", metavar="SCRIPT", help="a Python file that trains with a Lightning Trainer"),
+            option("arguments", nargs=argparse.REMAINDER, metavar="...", help="of the script"),
+        ],
+        tune.tune_script,
+        "Run a script, unchanged, up to the first step of its first fit. There its model, batches, precision and "
+        "clipping are measured on copies: the step as it is, and with each technique that may help. Printed are the "
+        "fastest mix, its time in turn with the script as it is, and whether it is the same training on its batches. "
+        "Nothing is trained further, and no checkpoint is written.",
     ),
     Command(
         "verify",

@@ -355,12 +355,13 @@ def _why_left_out(module: L.LightningModule, switch: Switch, facts: Facts, keep:
     """Return why a technique may not be chosen; None if it may."""
     if switch.setting.device not in ("", facts.device):
         return f"it differs from another setting on {switch.setting.device} alone"
+    exactness = switch.technique.exactness
+    if _ORDER.index(exactness) > _ORDER.index(keep):  # before it is made, which may import packages that print
+        return f"its exactness is {exactness.value!r}, and keep={keep.value!r}"
     try:
         technique = switch.make()
     except ModuleNotFoundError as error:  # an extra, without which a plan can be made too
         return str(error).rstrip(".")
-    if _ORDER.index(technique.exactness) > _ORDER.index(keep):
-        return f"its exactness is {technique.exactness.value!r}, and keep={keep.value!r}"
     why = type(technique).why_not(facts)
     if why is None and technique.surgery is not None:
         why = _why_not_on(module, technique)

@@ -250,13 +250,13 @@ def rehearse_script(
 
 
 def ask_script(
-    script: str, arguments: Sequence[str], orders: Mapping[str, str], *, quiet: bool
+    script: str, arguments: Sequence[str], orders: Mapping[str, str], *, quiet: bool, point: str = _POINT
 ) -> tuple[dict[str, Any] | None, int]:
     """Run a script up to its first step; returns what the callback found, None if no fit began, and the exit code."""
     _refuse_missing(script)
     with tempfile.TemporaryDirectory() as name:
         result = Path(name) / "result.json"
-        code = run_script(script, arguments, _POINT, {RESULT: str(result), **orders}, quiet=quiet)
+        code = run_script(script, arguments, point, {RESULT: str(result), **orders}, quiet=quiet)
         if not result.exists():
             return None, code
         return json.loads(result.read_text()), code

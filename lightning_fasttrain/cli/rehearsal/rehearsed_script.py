@@ -57,14 +57,14 @@ class RehearseAndEnd(Rehearsal):
         # A rank may end only when all have their report.
         trainer.strategy.barrier()
         found = {"ok": True, "report": self.report.as_dict(), "table": str(self.report)}
-        _end(trainer.is_global_zero, found)
+        end_script(trainer.is_global_zero, found)
 
     def _or_end(self, trainer: L.Trainer, act: Callable[[], object]) -> None:
         try:
             act()
         except RehearsalError as error:
             # Any rank reports this, since the others may be waiting for it.
-            _end(True, {"ok": False, "error": str(error)})
+            end_script(True, {"ok": False, "error": str(error)})
 
 
 class VerifyAndEnd(RehearseAndEnd):
@@ -89,13 +89,14 @@ class VerifyAndEnd(RehearseAndEnd):
                 sample, validation = read_batches(trainer, self.steps, seconds=0.0)
                 verified = verify_run(trainer, run, sample.first, validation, techniques, self.steps)
         except (RehearsalError, ValueError, TypeError) as error:
-            _end(True, {"ok": False, "error": str(error)})
+            end_script(True, {"ok": False, "error": str(error)})
         trainer.strategy.barrier()
         found = {"ok": verified.ok, "report": verified.as_dict(), "table": str(verified)}
-        _end(trainer.is_global_zero, found)
+        end_script(trainer.is_global_zero, found)
 
 
-def _end(tells: bool, result: Mapping[str, object]) -> NoReturn:
+def end_script(tells: bool, result: Mapping[str, object]) -> NoReturn:
+    """End the process of a script; the rank that tells writes the result for the command."""
     if tells:
         write_atomic(os.environ[RESULT], json.dumps(result))
     end_process(0 if result["ok"] else 1)
