@@ -99,13 +99,15 @@ def describe(advice: Advice, script: Path) -> str:
         rows.append(("Advised", f"nothing: {_explain_nothing(advice)}"))
     if advice.replaced:
         rows.append(("Instead of", ", ".join(advice.replaced)))
-    lines = align(f"fasttrain tune {script}", rows).splitlines()
-    shown = [part for line in lines for part in wrap(line, output_width(), hanging=" " * 19)]
-    said = [*advice.reasons, *advice.notes] if advice.is_worth_it else advice.notes
-    shown += ["", *(part for sentence in said for part in wrap(sentence, output_width(), hanging="  "))] if said else []
+    shown: list[str] = []
+    for line in align(f"fasttrain tune {script}", rows).splitlines():
+        shown += wrap(line, output_width(), hanging=" " * 19)
+    shown.append("")
+    for sentence in [*(advice.reasons if advice.is_worth_it else []), *advice.notes]:
+        shown += wrap(sentence, output_width(), hanging="  ")
     if advice.is_worth_it:
         shown += ["", *describe_change(script, advice)]
-    return "\n".join(shown)
+    return "\n".join(shown).rstrip()
 
 
 def _explain_nothing(advice: Advice) -> str:
@@ -125,7 +127,8 @@ def describe_change(script: Path, advice: Advice) -> list[str]:
     others = ", ..." if call is not None and _keyword(call, "callbacks") is not None else ""
     if advice.techniques:
         settings.append(f"callbacks=[{', '.join(advice.techniques)}{others}]")
-    return ["import lightning_fasttrain as ft", "", f"{where}  L.Trainer(..., {', '.join(settings)})"]
+    imports = ["import lightning_fasttrain as ft", ""] if advice.techniques else []
+    return [*imports, f"{where}  L.Trainer(..., {', '.join(settings)})"]
 
 
 def find_trainer(source: str) -> ast.Call | None:
@@ -170,17 +173,24 @@ def apply_to_source(source: str, techniques: Sequence[str], precision: str | Non
     call = find_trainer(source)
     if call is None or any(keyword.arg is None for keyword in call.keywords):  # **settings may hold callbacks
         return None
-    lines = source.encode().splitlines(keepends=True)  # columns of the syntax tree count bytes
-    edits = [_set_precision(call, precision)] if precision else []
-    if techniques:
-        edits.append(_add_callbacks(call, ", ".join(techniques)))
+    edits: list[_Edit | None] = []
+    appended: list[str] = []
+    for name, made in _list_settings(techniques, precision):
+        given = _keyword(call, name)
+        if given is None:
+            appended.append(f"{name}=[{made}]" if name == "callbacks" else f"{name}={made}")
+        else:
+            edits.append(_add_to_list(given.value, made) if name == "callbacks" else _replace(given.value, made))
+    if appended:
+        edits.append(_append(call, ", ".join(appended)))
     if None in edits:
         return None
+    lines = source.encode().splitlines(keepends=True)  # columns of the syntax tree count bytes
     for line, column, end, text in sorted(filter(None, edits), reverse=True):
         row = lines[line - 1]
         lines[line - 1] = row[:column] + text.encode() + row[end:]
-    place = _after_imports(source)
-    lines.insert(place, b"import lightning_fasttrain as ft\n")
+    if techniques:
+        lines.insert(_after_imports(source), b"import lightning_fasttrain as ft\n")
     changed = b"".join(lines).decode()
     ast.parse(changed)
     return changed
@@ -189,24 +199,22 @@ def apply_to_source(source: str, techniques: Sequence[str], precision: str | Non
 _Edit = tuple[int, int, int, str]  # line, first column, end column, text
 
 
-def _add_callbacks(call: ast.Call, made: str) -> _Edit | None:
-    given = _keyword(call, "callbacks")
-    if given is None:
-        return _append(call, f"callbacks=[{made}]")
-    if not isinstance(given.value, ast.List):
-        return None
-    text = f"{made}, " if given.value.elts else made
-    return given.value.lineno, given.value.col_offset + 1, given.value.col_offset + 1, text
+def _list_settings(techniques: Sequence[str], precision: str | None) -> list[tuple[str, str]]:
+    settings = [("callbacks", ", ".join(techniques))] if techniques else []
+    return [*settings, ("precision", repr(precision))] if precision else settings
 
 
-def _set_precision(call: ast.Call, precision: str) -> _Edit | None:
-    given = _keyword(call, "precision")
-    if given is None:
-        return _append(call, f"precision={precision!r}")
-    value = given.value
-    if value.lineno != value.end_lineno:
+def _add_to_list(given: ast.expr, made: str) -> _Edit | None:
+    if not isinstance(given, ast.List):
         return None
-    return value.lineno, value.col_offset, int(value.end_col_offset or 0), repr(precision)
+    text = f"{made}, " if given.elts else made
+    return given.lineno, given.col_offset + 1, given.col_offset + 1, text
+
+
+def _replace(given: ast.expr, made: str) -> _Edit | None:
+    if given.lineno != given.end_lineno:
+        return None
+    return given.lineno, given.col_offset, int(given.end_col_offset or 0), made
 
 
 def _append(call: ast.Call, argument: str) -> _Edit:

@@ -86,8 +86,10 @@ class TuneAndEnd(RehearseAndEnd):
                 **clipping,
             )
             watch = Stopwatch(module, sample.first[0], {"accelerator": device, **clipping})
-            times_ms = measure_in_turn(watch, list_rivals(plan), self.seconds / 2)
-            fastest = min(times_ms, key=lambda choice: min(times_ms[choice]))
+            fitting = list_fitting(plan)
+            times_ms = measure_in_turn(watch, list_rivals(plan, fitting), self.seconds / 2)
+            allowed = [choice for choice in times_ms if choice in fitting]
+            fastest = min(allowed or times_ms, key=lambda choice: min(times_ms[choice]))
             peaks = {choice: watch.time(choice, peak=True).peak_bytes for choice in (plan.plain.choice, fastest)}
         verified = None
         if fastest.techniques():
@@ -104,14 +106,19 @@ def _say(what: str) -> None:
 _RIVALS, _FEWEST_TURNS, _MOST_TURNS = 3, 3, 8
 
 
-def list_rivals(plan: Plan) -> list[Choice]:
-    """Return the plain step, and the choices that are worth measuring beside it: each of them fits.
+def list_fitting(plan: Plan) -> list[Choice]:
+    """Return the choices of a plan that fit: the planned one, it without compiled blocks, and the next best ones.
 
-    They are the planned one, it without compiled blocks, whose gain was perhaps assumed, and the next best ones.
+    The gain of compiled blocks was perhaps assumed, and they are slower where they draw dropout on a CPU.
     """
-    fitting = [tried.choice for tried in plan.tried if tried.predicted_bytes <= plan.limit_gib * GIB]
-    chosen = plan.chosen.choice
-    wanted = dict.fromkeys([chosen, replace(chosen, compile=""), *fitting])
+    others = [tried.choice for tried in plan.tried if tried.predicted_bytes <= plan.limit_gib * GIB]
+    eager = replace(plan.chosen.choice, compile="")
+    return list(dict.fromkeys([plan.chosen.choice, eager, *others]))
+
+
+def list_rivals(plan: Plan, fitting: list[Choice]) -> list[Choice]:
+    """Return the plain step, and the choices that are worth measuring beside it."""
+    wanted = dict.fromkeys(fitting)
     wanted.pop(plan.plain.choice, None)
     return [plan.plain.choice, *list(wanted)[:_RIVALS]]
 
@@ -152,11 +159,11 @@ def advice_of(
     plain = plan.plain.choice
     ratio = compare_times(times_ms[choice], times_ms[plain])
     precision = choice.precision if choice.precision != plain.precision else None
-    verdict = "there is nothing to verify"
+    verdicts: list[str] = []
     if verified is not None:
-        verdict = "; ".join([*verified.problems, f"{verified.rows[0].verdict}, as verified on the first batches"])
+        verdicts += [*verified.problems, f"{verified.rows[0].verdict}, as verified on the first batches"]
     if precision is not None:
-        verdict += f". {precision} rounds products to 16 bits"
+        verdicts.append(f"{precision} rounds products to 16 bits")
     is_planned = choice == plan.chosen.choice
     return {
         "before_ms": min(times_ms[plain]),
@@ -168,7 +175,7 @@ def advice_of(
         "precision": precision,
         "reasons": list(plan.reasons) if is_planned else [],
         "notes": list(plan.notes),
-        "verdict": verdict,
+        "verdict": ". ".join(verdicts),
         "is_same": verified is None or verified.ok,
         "replaced": list(replaced),
         "yaml": replace(plan, chosen=replace(plan.chosen, choice=choice)).yaml(),

@@ -25,7 +25,7 @@ from lightning_fasttrain import (
     profiling,
 )
 from lightning_fasttrain.core.batch.leaves import batch_size
-from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.messages import describe_error, explain
 from lightning_fasttrain.core.modules.blocks import find_blocks
 from lightning_fasttrain.core.package import PUBLIC, find_public, public_path
 from lightning_fasttrain.memory import predict_memory
@@ -382,6 +382,8 @@ def _find_parts(module: nn.Module, batch: object, keep: Exactness) -> tuple[list
     norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     if norms and keep is not Exactness.CHANGES_TRAINING:
         return [1], "BatchNorm takes its statistics over a part, which would be another training"
+    if isinstance(module, L.LightningModule) and not module.automatic_optimization:
+        return [1], "with manual optimization training_step calls accumulate_gradients itself"
     try:
         size = batch_size(batch)
     except ValueError as error:
@@ -419,16 +421,19 @@ class PredictedMemory:
         # From two parts on: in one part a step has another order, and its peak is not on the line.
         self.ends = [parts[1], parts[-1]] if len(parts) > 1 else []
         self.known: dict[Choice, float] = {}
+        self.failed: dict[Choice, str] = {}  # choices whose step fails, and why
 
     def predict(self, choice: Choice, *, exactly: bool = False) -> float:
-        """Return the peak memory in bytes. Compiled blocks count as eager ones, which take more.
+        """Return the peak memory in bytes; infinity for techniques with which the step fails.
+
+        Compiled blocks count as eager ones, which take more.
 
         Args:
             choice: the techniques and the precision.
             exactly: whether it is predicted by itself rather than interpolated.
 
         Raises:
-            ValueError, TypeError: it cannot be predicted.
+            ValueError, TypeError: the step without techniques cannot be predicted.
         """
         if choice.has_budget:
             low = self.predict(replace(choice, recompute="all"), exactly=exactly)
@@ -437,8 +442,12 @@ class PredictedMemory:
         is_between = self._is_between(key)
         if key not in self.known or (exactly and is_between):
             guesses = is_between and not exactly
-            self.known[key] = self._interpolate(key) if guesses else float(self._predict(key))
+            self.known[key] = self._interpolate(key) if guesses else self._predict(key)
         return self.known[key]
+
+    def why_failed(self, choice: Choice) -> str:
+        """Return why the step fails with a choice; "" if it does not."""
+        return self.failed.get(replace(choice, compile=""), "")
 
     def _within_budget(self, low: float, high: float) -> float:
         """Return the peak with as many stored blocks as the budget allows, if all blocks are equal."""
@@ -459,19 +468,24 @@ class PredictedMemory:
 
     def _interpolate(self, choice: Choice) -> float:
         few, many = (self.predict(replace(choice, parts=parts)) for parts in self.ends)
+        if math.inf in (few, many):
+            return math.inf
         first, last, here = 1 / self.ends[0], 1 / self.ends[1], 1 / choice.parts  # peak = a + b / parts
         return many + (few - many) * (here - last) / (first - last)
 
-    def _predict(self, choice: Choice) -> int:
-        with quietly():
-            report = predict_memory(
-                self.module,
-                self.batch,
-                techniques=choice.techniques(),
-                precision=choice.precision,
-                device=self.device,
-            )
-        return report.peak_bytes
+    def _predict(self, choice: Choice) -> float:
+        techniques = choice.techniques()
+        try:
+            with quietly():
+                report = predict_memory(
+                    self.module, self.batch, techniques=techniques, precision=choice.precision, device=self.device
+                )
+        except Exception as error:
+            if not techniques:
+                raise
+            self.failed[choice] = describe_error(error)
+            return math.inf
+        return float(report.peak_bytes)
 
 
 class SeveralDevices:

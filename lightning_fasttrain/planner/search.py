@@ -102,10 +102,10 @@ class Search:
     def _drop_heads_that_cannot_be_fused(self) -> None:
         """Drop fused heads if a prediction fails, as for a layer whose output is not used for a cross-entropy."""
         for word in self.axes.words["head"][1:]:
-            try:
-                self.memory.predict(Choice(head=str(word), precision=self.axes.precision))
-            except (AttributeError, RuntimeError, ValueError, TypeError) as error:
-                return self.axes.drop("head", str(error).partition("\n")[0])
+            choice = Choice(head=str(word), precision=self.axes.precision)
+            self.memory.predict(choice)
+            if why := self.memory.why_failed(choice):
+                return self.axes.drop("head", why)
         return None
 
     def _find_base(self) -> Choice:
@@ -193,7 +193,10 @@ class Search:
         if getattr(base, axis) == word or isinstance(word, Budget) or (word == "in backward" and base.parts > 1):
             return
         choice = replace(base, **{axis: word})
-        if not self.fits(choice, self.memory.predict(choice)):
+        needed = self.memory.predict(choice)
+        if why := self.memory.why_failed(choice):
+            self._leave_out(axis, word, why)
+        if not self.fits(choice, needed):
             return
         timed = self._measure(choice)
         if timed is not None:
@@ -203,8 +206,11 @@ class Search:
             # A difference within the noise counts as none, or noise would multiply over several techniques.
             self.costs.factors[axis, word] = 1.0 if abs(factor - 1) < TELLS else factor
         elif choice in self.tried:
-            self.axes.left_out[f"{axis} {word}"] = self.tried[choice].why_not
-            self.axes.words[axis].remove(word)
+            self._leave_out(axis, word, self.tried[choice].why_not)
+
+    def _leave_out(self, axis: str, word: str | Budget, why: str) -> None:
+        self.axes.left_out[f"{axis} {word}"] = why
+        self.axes.words[axis].remove(word)
 
     def _factor_of(self, base: Choice, axis: str) -> float:
         """Return the assumed factor of the technique that the base uses on an axis; 1 if it uses none."""
@@ -272,7 +278,8 @@ class Search:
                 finalists.append(Tried(choice, needed, ms))
             elif len(self.tried) < 40:  # rows of a table that can still be read
                 known = self.tried.get(choice, Tried(choice, needed, ms))
-                self._note(replace(known, why_not=f"does not fit: {needed / GIB:.3f} GiB"))
+                why = self.memory.why_failed(choice) or f"does not fit: {needed / GIB:.3f} GiB"
+                self._note(replace(known, why_not=why))
         if not finalists:
             why = "what should fit does not run, or takes more when it is measured"
             raise ValueError(explain(f"memory_gib={self.limit_gib:.4g}", why, "Give more memory, or a smaller batch"))
