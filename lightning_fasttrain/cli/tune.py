@@ -18,7 +18,7 @@ _NOISE = 0.03  # of a step's time: a gain below it, or one whose interval contai
 
 @dataclass(frozen=True)
 class Advice:
-    """What tuning has found.
+    """Result of tuning a script.
 
     Attributes:
         before_ms, after_ms: time of a step of the script as it is, and as advised, measured in turn.
