@@ -1,5 +1,7 @@
 """What is published: the source distribution is complete, and the wheel made of it trains without any extra."""
 
+import json
+import os
 import shutil
 import subprocess
 import sys
@@ -206,3 +208,33 @@ def test_the_wheel_trains_alone_where_no_extra_is_installed(wheel, tmp_path):
     version, file = run_python("-I", "-c", TRAIN, site, cwd=tmp_path).split()[-2:]
     assert version == PROJECT["version"]
     assert Path(file) == site / "lightning_fasttrain" / "__init__.py"
+
+
+@pytest.mark.benchmark
+def test_the_ladder_climbs_from_the_wheel(wheel, tmp_path):
+    """The README's main job, as far as two rungs, by what is published alone."""
+    site = tmp_path / "site"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    climb = "from lightning_fasttrain.cli.main import main; import lightning_fasttrain as ft, sys; print(ft.__file__)"
+    options = (
+        "--size",
+        "nano",
+        "--minutes",
+        "0",
+        "--turns",
+        "3",
+        "--rungs",
+        "prefetch,micro-batches",
+        "--out",
+        tmp_path,
+    )
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    done = subprocess.run(
+        [sys.executable, "-c", f"{climb}; sys.exit(main(['ladder', *sys.argv[1:]]))", *map(str, options)],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.startswith(str(site))
+    found = json.loads((tmp_path / "ladder.json").read_text())
+    assert {"prefetch", "micro-batches"} <= {rung["name"] for rung in found["rungs"]}
