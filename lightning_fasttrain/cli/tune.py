@@ -60,6 +60,8 @@ def tune_script(options: argparse.Namespace) -> int:
     script = Path(options.script)
     if options.minutes <= 0:
         raise CommandError(f"--minutes {options.minutes:g}: no time to measure anything. Use --minutes 5.")
+    if options.memory != "fit" and not _is_positive(options.memory):
+        raise CommandError(f"--memory {options.memory}: expected GiB, as in --memory 20, or fit.")
     orders = {"memory": options.memory, "keep": options.keep, "seconds": 60 * options.minutes}
     told = {TUNE: json.dumps(orders)}
     result, code = ask_script(options.script, options.arguments, told, quiet=options.json, point=_POINT)
@@ -77,6 +79,13 @@ def tune_script(options: argparse.Namespace) -> int:
     if options.apply and advice.is_worth_it:
         note(f"Written: {write_copy(script, advice)}")
     return 0
+
+
+def _is_positive(text: str) -> bool:
+    try:
+        return float(text) > 0
+    except ValueError:
+        return False
 
 
 def describe(advice: Advice, script: Path) -> str:

@@ -107,8 +107,9 @@ def test_manual_optimization_is_tuned_without_micro_batches(tuned):
         (SCRIPT.replace('accelerator="cpu"', 'accelerator="cpu", devices=2, strategy="ddp"'), [], "2 ranks"),
         (SCRIPT, ["--memory", "0.00001"], "0.000"),
         (SCRIPT, ["--minutes", "0"], "no time to measure"),
+        (SCRIPT, ["--memory", "much"], "expected GiB"),
     ],
-    ids=["no fit", "fails", "ranks", "nothing fits", "no time"],
+    ids=["no fit", "fails", "ranks", "nothing fits", "no time", "no number"],
 )
 def test_what_cannot_be_tuned_is_said_in_one_line(source, options, says, tuned):
     code, printed, _ = tuned(source, *options)
