@@ -198,6 +198,9 @@ MISTAKES = {
     "ft.FSDP2": ("'FSDP2'", "FSDP2Strategy"),
     # Trainer, mixin and Fabric.
     "fit([ft.optim.NamedOptimizer('adamw')])": ("callbacks=[NamedOptimizer(...)]", "configure_optimizers"),
+    "fit([ft.MemoryBudget(8)])": ("callbacks=[MemoryBudget(...)]", "use ActivationCheckpointing(policy)"),
+    "fit([ft.FSDP2Strategy()])": ("callbacks=[FSDP2Strategy(...)]", "Trainer(strategy=FSDP2Strategy())"),
+    "fit([ft.ZeROStrategy(1)])": ("callbacks=[ZeROStrategy(...)]", "Trainer(strategy=ZeROStrategy"),
     "fit([ft.MicroBatching])": ("callbacks=[MicroBatching]", "MicroBatching(...)"),
     "fit([ft.MicroBatching(2), ft.MicroBatching(4)])": ("MicroBatching is listed twice",),
     "fit([ft.MicroBatching(2), ft.OptimizerInBackward()])": ("MicroBatching", "OptimizerInBackward"),

@@ -59,6 +59,8 @@ def test_a_walk_enters_the_files_that_the_page_lists_and_no_others(title, tmp_pa
     listed, entered = listed_in(title), set(entered_by(lambda: WALKS[title](tmp_path)))
     assert len(listed) >= 8
     assert set(listed) - entered == set()
+    # What an earlier test has left, such as a hook on the steps of all optimizers, acts in a plain run too.
+    entered -= set(entered_by(lambda: trainer([]).fit(TinyLM(), as_loader(lm_batches(1))))) - set(listed)
     left_out = ("core/", "technique/", *LEFT_OUT.get(title, ()))
     assert {file for file in entered if not file.startswith(left_out)} - set(listed) == set()
 

@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 from torch.utils.flop_counter import FlopCounterMode
 
+from lightning_fasttrain.core.batch import batch_of
 from lightning_fasttrain.core.checks import NonNegativeInt, PositiveInt, check_arguments, one_of
 from lightning_fasttrain.core.device import traced_as
 from lightning_fasttrain.core.host.lightning import attached_trainer, configured_optimizers, give_optimizers
@@ -107,7 +108,7 @@ def predict_memory(
     Args:
         module: a function that builds the model, such as ``lambda: Net(...)``, or an existing model, which is neither
             changed nor copied in memory. A LightningModule brings its ``training_step`` and ``configure_optimizers``.
-        batch: one batch of the loader; only shapes and dtypes matter.
+        batch: one batch of the loader, or the loader; only shapes and dtypes matter.
         loss: (module, batch) → loss, instead of ``training_step``.
         optimizer: parameters → optimizer, a :class:`~lightning_fasttrain.optim.NamedOptimizer`, or the optimizer of an
             existing ``module``, which is not changed; instead of ``configure_optimizers``.
@@ -186,7 +187,7 @@ def predict_strategies(
         strategies: as ``strategy`` of :func:`predict_memory`; all other arguments are like there.
     """
     one_of("precision", precision, PREDICTED_PRECISIONS)
-    precision = _AS_LARGE.get(precision, precision)
+    precision, batch = _AS_LARGE.get(precision, precision), batch_of(batch)
     one_of("device", device, DEVICES)
     techniques = check_together(techniques)
     ranks = [OneRank(strategy, world, rank) for strategy in strategies]

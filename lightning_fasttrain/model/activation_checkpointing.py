@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy as Keep
 from torch.utils.checkpoint import SelectiveCheckpointContext, checkpoint, create_selective_checkpoint_contexts
 
-from lightning_fasttrain.core.checks import PositiveInt, check_arguments
+from lightning_fasttrain.core.checks import NotACallback, PositiveInt, check_arguments
 from lightning_fasttrain.core.messages import explain, note_once
 from lightning_fasttrain.core.modules.blocks import Blocks, disable_cache_, find_blocks
 from lightning_fasttrain.core.modules.recomputation import (
@@ -36,7 +36,7 @@ from lightning_fasttrain.technique import Setting, Surgery, Technique
 from lightning_fasttrain.technique.declarations import Facts, PredictedStep, why_no_blocks
 
 
-class CheckpointPolicy(ABC):
+class CheckpointPolicy(NotACallback, ABC):
     """Selects the blocks that are recomputed, and the results in them that are kept.
 
     One of :class:`EveryBlock`, :class:`SelectiveOps` and :class:`~lightning_fasttrain.MemoryBudget`.
@@ -46,6 +46,7 @@ class CheckpointPolicy(ABC):
     """
 
     measures: ClassVar[bool] = False
+    way_out: ClassVar[str] = "It is a policy of a callback: use ActivationCheckpointing(policy)"
 
     @abstractmethod
     def wrap(self, model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, Undo]:
@@ -59,7 +60,7 @@ class CheckpointPolicy(ABC):
             Qualified name of each changed block → how to undo the change.
         """
 
-    def see(self, batch: object) -> None:  # noqa: B027 (most have nothing to do)
+    def see(self, batch: object) -> None:
         """Called by the Trainer before each batch; a policy that measures memory counts the batch."""
 
 

@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
 from torch.utils.data import DataLoader
 
+from lightning_fasttrain.core.batch import batch_of
 from lightning_fasttrain.core.batch.padding_share import BATCHES, measure_padding
 from lightning_fasttrain.core.checks import PositiveFloat, PositiveInt, check_arguments, one_of
 from lightning_fasttrain.core.device import GIB, fast_mixed_precision, free_bytes
@@ -76,7 +77,7 @@ def make_plan(
 
     Args:
         module: the model, which is not changed, or a function that builds it.
-        batch: one batch of the loader.
+        batch: one batch of the loader, or the loader.
         memory_gib: limit for a step's peak memory on each device in GiB; ``"fit"``: the free memory of this device.
         devices: number of devices, each with a batch like this; for several a strategy is chosen too, see
             :func:`~lightning_fasttrain.choose_strategy`. Communication is counted in bytes, not in time.
@@ -132,6 +133,9 @@ def make_plan(
     here = "cuda" if torch.cuda.is_available() else "cpu"
     device = here if device is None else one_of("device", device, DEVICES)
     limit_gib = _limit(memory_gib, device, here)
+    if loader is None and isinstance(batch, DataLoader):
+        loader = batch
+    batch = batch_of(batch)
     plain = as_lightning_module(module, loss, optimizer)
     facts = _facts(device, devices, settings)
     mixed = fast_mixed_precision(torch.device(device))

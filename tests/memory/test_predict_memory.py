@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.data import DataLoader
 from transformers import BatchEncoding, GPT2Config, GPT2LMHeadModel
 
 import lightning_fasttrain as ft
@@ -933,3 +934,14 @@ def test_a_step_that_names_a_gpu_is_refused_before_torch_aborts():
 def test_a_memory_budget_policy_is_refused():
     techniques = [ft.ActivationCheckpointing(ft.MemoryBudget(1.0))]
     assert "EveryBlock" in refusal(ValueError, TinyLM, lm_batches(1)[0], techniques=techniques)
+
+
+def test_a_loader_is_accepted_in_place_of_a_batch_and_nothing_is_drawn():
+    batches = lm_batches(2)
+    loader = DataLoader(batches, batch_size=None, shuffle=True)
+    before = torch.get_rng_state()
+    found = ft.predict_memory(TinyLM(), loader, device="cpu")
+    assert torch.equal(torch.get_rng_state(), before)
+    assert found.peak_bytes in {ft.predict_memory(TinyLM(), batch, device="cpu").peak_bytes for batch in batches}
+    with pytest.raises(ValueError, match="it has no batches"):
+        ft.predict_memory(TinyLM(), DataLoader([]), device="cpu")

@@ -5,6 +5,7 @@ From the bottom up: ``leaves``, ``padded_axes``, ``padding_share``.
 
 from lightning_fasttrain.core.batch.leaves import (
     LABELS,
+    batch_of,
     count_batch,
     count_bytes,
     find_labels,
@@ -13,4 +14,4 @@ from lightning_fasttrain.core.batch.leaves import (
     with_loss,
 )
 
-__all__ = ["LABELS", "count_batch", "count_bytes", "find_labels", "is_integer", "loss_in", "with_loss"]
+__all__ = ["LABELS", "batch_of", "count_batch", "count_bytes", "find_labels", "is_integer", "loss_in", "with_loss"]

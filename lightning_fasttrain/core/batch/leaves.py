@@ -11,9 +11,29 @@ import torch
 from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils.data import DataLoader
 
 from lightning_fasttrain.core.checks import PositiveInt, check_arguments
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.state.rng import keep_random_state
+
+
+def batch_of(given: Any) -> Any:
+    """Return a batch as it is; of a ``DataLoader`` its first one, without advancing random generators.
+
+    Raises:
+        ValueError: the loader has no batches.
+
+    Example:
+        >>> batch_of(DataLoader([1, 2, 3], batch_size=2))
+        tensor([1, 2])
+    """
+    if not isinstance(given, DataLoader):
+        return given
+    with keep_random_state():
+        for batch in given:
+            return batch
+    raise ValueError(explain("a loader in place of a batch", "it has no batches", "Check the dataset and its filters"))
 
 
 def batch_size(batch: object) -> int:

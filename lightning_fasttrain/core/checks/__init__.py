@@ -12,6 +12,7 @@ from lightning_fasttrain.core.checks.annotations import (
     Share,
 )
 from lightning_fasttrain.core.checks.arguments import (
+    NotACallback,
     bind_arguments,
     check_arguments,
     list_untested,

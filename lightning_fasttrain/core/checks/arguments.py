@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints, overload
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_type_hints, overload
 
 from lightning_fasttrain.core.checks.annotations import Problem, find_problem, to_plain
 
@@ -324,6 +324,21 @@ def list_untested() -> tuple[str, ...]:
                 f"it. If one fails: pip install '{name}{bounds}'"
             )
     return tuple(found)
+
+
+class NotACallback:
+    """Base class of objects that users list among a Trainer's callbacks; the first hook says where they belong.
+
+    Attributes:
+        way_out: where it belongs, in one sentence without a full stop.
+    """
+
+    way_out: ClassVar[str]
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("setup", "on_exception", "state_key"):  # what a Trainer asks first, and after that error
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise TypeError(f"callbacks=[{type(self).__name__}(...)]: it is not a callback. {self.way_out}.")
 
 
 def require(module: str, extra: str) -> ModuleType:

@@ -5,12 +5,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from itertools import chain
 from operator import itemgetter
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_fasttrain.core.checks import NonNegativeFloat, PositiveFloat, check_arguments, one_of, require
+from lightning_fasttrain.core.checks import (
+    NonNegativeFloat,
+    NotACallback,
+    PositiveFloat,
+    check_arguments,
+    one_of,
+    require,
+)
 from lightning_fasttrain.core.checks.annotations import find_problem
 from lightning_fasttrain.core.checks.arguments import show
 from lightning_fasttrain.core.host.lightning import has_same_gradients
@@ -255,7 +262,7 @@ def build_optimizer(
 
 @check_arguments
 @dataclass(frozen=True)
-class NamedOptimizer:
+class NamedOptimizer(NotACallback):
     """A recipe for :func:`build_optimizer`, for a YAML file, a module's argument, or the mixin's ``optimizer``.
 
     Call it with a model to build the optimizer. Where this package accepts a function that creates an optimizer from
@@ -280,6 +287,9 @@ class NamedOptimizer:
         0.9
     """
 
+    way_out: ClassVar[str] = (
+        "Return it, called with self, from configure_optimizers; or set optimizer= in a module with the mixin"
+    )
     name: str = "adamw"
     lr: NonNegativeFloat | None = None
     weight_decay: NonNegativeFloat | None = None
@@ -297,13 +307,6 @@ class NamedOptimizer:
         own = {one.name: getattr(self, one.name) for one in fields(self)}
         name, settings = own.pop("name"), own.pop("settings")
         return build_optimizer(model, name, **own, **settings)
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in ("setup", "on_exception"):  # hooks that a Trainer calls first, and after their error
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        why = "it builds an optimizer, and is not a callback"
-        way_out = "Return it, called with self, from configure_optimizers; or set optimizer= in a module with the mixin"
-        raise TypeError(explain("callbacks=[NamedOptimizer(...)]", why, way_out))
 
 
 def make_optimizer(make: Callable[[Any], Optimizer], model: nn.Module) -> Optimizer:

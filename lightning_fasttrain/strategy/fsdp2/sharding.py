@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_fasttrain.checkpoint.background_save import BackgroundSave
 from lightning_fasttrain.checkpoint.newest_checkpoint import KEY, mark_of, step_in, whole_or_older
 from lightning_fasttrain.checkpoint.remote_checkpoint import fetched_on_each_node
-from lightning_fasttrain.core.checks import one_of, positive_int
+from lightning_fasttrain.core.checks import NotACallback, one_of, positive_int
 from lightning_fasttrain.core.distributed import from_rank_zero
 from lightning_fasttrain.core.host.late_parameters import refuse_earlier_shards
 from lightning_fasttrain.core.messages import explain
@@ -211,12 +211,13 @@ def _refuse_quantised(model: nn.Module, tensor_parallel: int) -> None:
             raise ValueError(explain(f"tensor_parallel={tensor_parallel} with the quantised '{name}'", why, way_out))
 
 
-class FSDP2Host:
+class FSDP2Host(NotACallback):
     """Base of the Trainer's and Fabric's FSDP2 strategies, which inherit it before Lightning's own class.
 
     For its arguments, see :class:`~lightning_fasttrain.FSDP2Strategy`.
     """
 
+    way_out: ClassVar[str] = "It is a strategy: use Trainer(strategy=FSDP2Strategy())"
     reads_remote: ClassVar[bool] = True  # addresses, for which it copies a checkpoint once to each node
     capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.GATHERS_PARAMETERS})
     # Of the arguments of Lightning's FSDPStrategy and ModelParallelStrategy.

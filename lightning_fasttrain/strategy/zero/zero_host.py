@@ -18,7 +18,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_fasttrain.core.checks import NonNegativeFloat, PositiveFloat, require
+from lightning_fasttrain.core.checks import NonNegativeFloat, NotACallback, PositiveFloat, require
 from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.distributed import largest_over_ranks, rank_count, rank_here
 from lightning_fasttrain.core.host.late_parameters import refuse_earlier_shards
@@ -232,12 +232,13 @@ def read_batch(loader: DataLoader) -> Any:
     return loader.collate_fn([dataset[i % len(dataset)] for i in range(size)])
 
 
-class ZeROHost:
+class ZeROHost(NotACallback):
     """Base of the Trainer's and Fabric's ZeRO strategies, which inherit it before Lightning's own class.
 
     For its arguments, see :class:`~lightning_fasttrain.ZeROStrategy`.
     """
 
+    way_out: ClassVar[str] = "It is a strategy: use Trainer(strategy=ZeROStrategy('auto'))"
     reads_remote: ClassVar[bool] = True  # addresses, for which it copies a checkpoint once to each node
     _precision_name: str  # which the Trainer's and Fabric's strategies keep in different places
 
