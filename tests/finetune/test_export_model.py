@@ -123,7 +123,7 @@ def test_refused_export_leaves_no_files(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"several Hugging Face models: 'a', 'b'. Name one: export_model\(model.a"):
         export_model(nn.ModuleDict({"a": build("Llama"), "b": build("Llama")}), target)
     prompted = nn.ModuleDict({"a": build("Llama")})
-    ft.finetune.add_prompt_(prompted, peft.PrefixTuningConfig(num_virtual_tokens=3))
+    ft.finetune.add_prompt_(prompted, peft.PromptTuningConfig(num_virtual_tokens=3))
     for model in (prompted, prompted["a"]):
         with pytest.raises(ValueError, match=r"export_model of a LlamaForCausalLM with virtual tokens: .*save_adapter"):
             export_model(model, target)
