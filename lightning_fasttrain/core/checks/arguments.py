@@ -335,10 +335,12 @@ class NotACallback:
 
     way_out: ClassVar[str]
 
-    def __getattr__(self, name: str) -> Any:
-        if name not in ("setup", "on_exception", "state_key"):  # what a Trainer asks first, and after that error
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        raise TypeError(f"callbacks=[{type(self).__name__}(...)]: it is not a callback. {self.way_out}.")
+    if not TYPE_CHECKING:  # to a type checker, it would mean that there is every attribute
+
+        def __getattr__(self, name: str) -> Any:
+            if name not in ("setup", "on_exception", "state_key"):  # what a Trainer asks first, and after that error
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            raise TypeError(f"callbacks=[{type(self).__name__}(...)]: it is not a callback. {self.way_out}.")
 
 
 def require(module: str, extra: str) -> ModuleType:
