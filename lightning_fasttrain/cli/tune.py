@@ -21,7 +21,8 @@ class Advice:
     """Result of tuning a script.
 
     Attributes:
-        before_ms, after_ms: time of a step of the script as it is, and as advised, measured in turn.
+        before_ms, after_ms: time of a step of the script as it is, 0 if that does not fit, and as advised, measured in
+            turn. Techniques of the script are left out of the first.
         gain: how many times as fast, and the ends of the interval that contains it with a confidence of 95%.
         before_bytes, after_bytes: peak memory of a step.
         techniques: Python that makes each technique; empty if none gains anything.
@@ -92,15 +93,17 @@ def describe(advice: Advice, script: Path) -> str:
     """Return one screen: what a step takes, what is advised, what it gains, and the change of the script."""
     from lightning_fasttrain.core.messages import align, format_bytes, output_width, wrap
 
-    before = f"{advice.before_ms:,.4g} ms/step, peak memory {format_bytes(advice.before_bytes)}"
-    rows = [("Script as it is", before)]
+    peak = f"peak memory {format_bytes(advice.before_bytes)}"
+    before = f"{advice.before_ms:,.4g} ms/step, {peak}" if advice.before_ms else f"does not fit: predicted {peak}"
+    rows = [("Without techniques" if advice.replaced else "Script as it is", before)]
     if advice.is_worth_it:
         value, low, high = advice.gain
         names = [*([advice.precision] if advice.precision else []), *advice.techniques]
         times = advice.before_bytes / advice.after_bytes
+        gained = f", {value:.2f} times as fast ({low:.2f} to {high:.2f}, in turn)" if advice.before_ms else ""
         rows += [
             ("Advised", ", ".join(names)),
-            ("Time", f"{advice.after_ms:,.4g} ms/step, {value:.2f} times as fast ({low:.2f} to {high:.2f}, in turn)"),
+            ("Time", f"{advice.after_ms:,.4g} ms/step{gained}"),
             ("Peak memory", f"{format_bytes(advice.after_bytes)}, {times:.1f} times less"),
             ("Same training", advice.verdict),
         ]

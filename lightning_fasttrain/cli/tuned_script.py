@@ -90,7 +90,9 @@ class TuneAndEnd(RehearseAndEnd):
             times_ms = measure_in_turn(watch, list_rivals(plan, fitting), self.seconds / 2)
             allowed = [choice for choice in times_ms if choice in fitting]
             fastest = min(allowed or times_ms, key=lambda choice: min(times_ms[choice]))
-            peaks = {choice: watch.time(choice, peak=True).peak_bytes for choice in (plan.plain.choice, fastest)}
+            peaks: dict[Choice, float] = {plan.plain.choice: plan.plain.predicted_bytes}
+            for choice in {plan.plain.choice, fastest} & times_ms.keys():
+                peaks[choice] = watch.time(choice, peak=True).peak_bytes
         verified = None
         if fastest.techniques():
             _say("verifying")
@@ -127,7 +129,10 @@ def measure_in_turn(watch: Stopwatch, rivals: list[Choice], seconds: float) -> d
     """Measure a step of each of the choices in turn, until it is decided which one is the fastest, or time is up.
 
     Whatever slows the machine for longer than a turn cancels in the ratios of its times. A choice that fails is left
-    out; the plain step comes first, and may not fail.
+    out, as the plain step is that does not fit.
+
+    Raises:
+        Exception: all of them fail; the error is that of the last one.
     """
     times_ms: dict[Choice, list[float]] = {rival: [] for rival in rivals}
     until = time.monotonic() + seconds
@@ -137,10 +142,10 @@ def measure_in_turn(watch: Stopwatch, rivals: list[Choice], seconds: float) -> d
             try:
                 times_ms[rival].append(watch.time(rival).ms)
             except Exception as error:
-                if rival is rivals[0]:
-                    raise
                 _say(f"{rival} fails: {first_line(error)}")
                 del times_ms[rival]
+                if not times_ms:
+                    raise
         enough = turn + 1 >= _FEWEST_TURNS
         if enough and (is_decided(list(times_ms.values())) or time.monotonic() > until):
             break
@@ -151,13 +156,16 @@ def advice_of(
     plan: Plan,
     choice: Choice,
     times_ms: Mapping[Choice, list[float]],
-    peaks: Mapping[Choice, int],
+    peaks: Mapping[Choice, float],
     verified: Verification | None,
     replaced: Sequence[str],
 ) -> dict[str, Any]:
     """Return the fields of the advice to use a choice."""
     plain = plan.plain.choice
-    ratio = compare_times(times_ms[choice], times_ms[plain])
+    gain, before_ms = (1.0, 1.0, 1.0), 0.0
+    if plain in times_ms:
+        ratio, before_ms = compare_times(times_ms[choice], times_ms[plain]), min(times_ms[plain])
+        gain = ratio.value, ratio.low, ratio.high
     precision = choice.precision if choice.precision != plain.precision else None
     verdicts: list[str] = []
     if verified is not None:
@@ -166,15 +174,15 @@ def advice_of(
         verdicts.append(f"{precision} rounds products to 16 bits")
     is_planned = choice == plan.chosen.choice
     return {
-        "before_ms": min(times_ms[plain]),
+        "before_ms": before_ms,
         "after_ms": min(times_ms[choice]),
-        "gain": (ratio.value, ratio.low, ratio.high),
+        "gain": gain,
         "before_bytes": peaks[plain],
         "after_bytes": peaks[choice],
         "techniques": list(choice.code()),
         "precision": precision,
         "reasons": list(plan.reasons) if is_planned else [],
-        "notes": list(plan.notes),
+        "notes": [*plan.notes, "Times are of steps on the first batch, without data loading and other callbacks."],
         "verdict": ". ".join(verdicts),
         "is_same": verified is None or verified.ok,
         "replaced": list(replaced),

@@ -152,6 +152,9 @@ def test_one_screen_says_what_to_change_and_what_it_gains(tmp_path, monkeypatch)
     assert said.endswith("callbacks=[ft.MicroBatching(2), ft.EagerGradientRelease(), ...])")
     line = next(number for number, text in enumerate(SCRIPT.splitlines(), 1) if "L.Trainer(" in text)
     assert f"in line {line} of " in said
+    said = describe(advice(before_ms=0.0, gain=(1.0, 1.0, 1.0), replaced=["LoRA"]), script)
+    assert "Without techniques  does not fit: predicted peak memory 1.00 GiB" in said
+    assert "times as fast" not in said
     script.write_text("from lightning.pytorch.cli import LightningCLI\nLightningCLI()")
     assert describe(advice(), script).endswith("In the configuration:\n\ntrainer:\n  precision: bf16-mixed")
 
