@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_fasttrain.cli.command import CommandError, note
+from lightning_fasttrain.cli.command import CommandError, note, refusing
 from lightning_fasttrain.cli.rehearsal.rehearse import ask_script
 
 TUNE = "FASTTRAIN_TUNE"  # in the environment of the script: what is asked for, as JSON
@@ -78,7 +78,10 @@ def tune_script(options: argparse.Namespace) -> int:
     else:
         print(describe(advice, script))
     if options.apply and advice.is_worth_it:
-        note(f"Written: {write_copy(script, advice)}")
+        with refusing(OSError):
+            note(f"Written: {write_copy(script, advice)}")
+    elif options.apply:
+        note("Nothing was written, since nothing is advised.")
     return 0
 
 
@@ -164,6 +167,11 @@ def write_copy(script: Path, advice: Advice) -> Path:
     """
     from lightning_fasttrain.core.atomic_write import write_atomic
 
+    if advice.replaced:
+        names = ", ".join(advice.replaced)
+        raise CommandError(
+            f"{script} has {names}, which the advice replaces, so nothing was written. Change it by hand."
+        )
     changed = apply_to_source(script.read_text(), advice.techniques, advice.precision)
     if changed is None:
         raise CommandError(
@@ -241,11 +249,14 @@ def _append(call: ast.Call, argument: str) -> _Edit:
 
 
 def _after_imports(source: str) -> int:
-    """Return the number of the line after the first imports of a module."""
-    last = 0
-    for statement in ast.parse(source).body:
+    """Return the number of the line after the first imports of a module; after its docstring if it has no imports."""
+    body, last = ast.parse(source).body, 0
+    for statement in body:
         if isinstance(statement, ast.Import | ast.ImportFrom):
             last = int(statement.end_lineno or 0)
         elif last:
             break
-    return last
+    if last:
+        return last
+    has_docstring = isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant)
+    return int(body[0].end_lineno or 0) if has_docstring else body[0].lineno - 1

@@ -7,6 +7,7 @@ import runpy
 import pytest
 
 from lightning_fasttrain.cli import tune
+from lightning_fasttrain.cli.command import CommandError
 from lightning_fasttrain.cli.main import BAD_INPUT, main
 from lightning_fasttrain.cli.rehearsal import rehearse
 from lightning_fasttrain.cli.tune import Advice, apply_to_source, describe
@@ -192,9 +193,37 @@ def test_techniques_are_written_into_the_call_of_the_trainer(line, expected):
     changed = apply_to_source(f"import lightning as L\nimport torch\n\n{line}\n", ["A()"], "p")
     first, second, third, _, last = changed.splitlines()
     assert (first, second, third) == ("import lightning as L", "import torch", "import lightning_fasttrain as ft")
-    assert ast.unparse(ast.parse(last)) == ast.unparse(ast.parse(expected)) or sorted(
-        keyword.arg for keyword in ast.parse(last).body[-1].value.keywords
-    ) == sorted(keyword.arg for keyword in ast.parse(expected).body[-1].value.keywords)
+    written, wanted = (keywords_of(text) for text in (last, expected))
+    assert written == wanted
+
+
+def keywords_of(line):
+    """The call that a line ends with, and its keyword arguments, whose order does not matter."""
+    call = ast.parse(line).body[-1].value
+    return ast.unparse(call.func), {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+
+
+@pytest.mark.parametrize(
+    ("source", "line"),
+    [
+        ('"""A script."""\n\ndef main():\n    import lightning as L\n    L.Trainer()\n', 2),
+        ("#!/usr/bin/env python\n# a comment\ndef main():\n    L.Trainer()\n", 3),
+        ("from __future__ import annotations\nimport os\nx = 1\nimport sys\nL.Trainer()\n", 3),
+    ],
+    ids=["docstring", "shebang", "future"],
+)
+def test_the_import_comes_where_python_accepts_it(source, line):
+    changed = apply_to_source(source, ["A()"], None)
+    assert changed.splitlines()[line - 1] == "import lightning_fasttrain as ft"
+    compile(changed, "script", "exec")
+
+
+def test_no_copy_is_written_of_a_script_whose_techniques_are_replaced(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    with pytest.raises(CommandError, match="has LoRA, which the advice replaces"):
+        tune.write_copy(script, advice(replaced=["LoRA"]))
+    assert list(tmp_path.iterdir()) == [script]
 
 
 @pytest.mark.parametrize(
