@@ -3,21 +3,25 @@
 import ast
 from pathlib import Path
 
+import lightning as L
 import pytest
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.bench.ladder.preflight import _why_not as why_not
 from lightning_fasttrain.bench.ladder.results import Row
 from lightning_fasttrain.bench.ladder.rungs import NAIVE, rungs, strong_baseline
-from lightning_fasttrain.core.device import fast_mixed_precision
+from lightning_fasttrain.cli.doctor import examine
+from lightning_fasttrain.core.device import fast_mixed_precision, is_out_of_memory
 from lightning_fasttrain.core.state import values
-from lightning_fasttrain.core.state.rng import keep_random_state, random_state, set_random_state, states_of_generators
+from lightning_fasttrain.core.state.rng import keep_random_state, random_state, set_random_state, torch_generators
 from lightning_fasttrain.core.state.values import to_float64, widest_float
 from lightning_fasttrain.finetune.quantized.quantized_base import choose_compute_dtype
+from lightning_fasttrain.micro_batching.out_of_memory import _shortfall
 from lightning_fasttrain.planner.candidates import find_axes
 from lightning_fasttrain.technique.declarations import facts_of_machine
-from tests.support.nets import TinyLM, lm_batches
+from tests.support.nets import TinyLM, fit, lm_batches
 
 PACKAGE = Path(ft.__file__).parent
 # Where float64 is asked for on the CPU, or on devices that are known to have it.
@@ -91,7 +95,7 @@ def apple(monkeypatch):
 
 def test_the_generator_of_an_apple_gpu_is_saved_and_restored(apple):
     before = random_state()
-    assert len(states_of_generators(before)) == 2
+    assert len(torch_generators(before)) == 2
     first = torch.rand(3, generator=apple)
     with keep_random_state():
         torch.rand(3, generator=apple)
@@ -115,6 +119,85 @@ def test_float64_is_on_the_cpu_where_the_device_has_none(monkeypatch):
     with pytest.raises(NotImplementedError, match="meta tensor"):  # it is copied to the CPU, which needs values
         to_float64(torch.zeros(2, device="meta"))
     assert to_float64(torch.ones(2)).dtype is torch.float64
+
+
+OF_APPLE = (
+    "MPS backend out of memory (MPS allocated: 12.74 GiB, other allocations: 4.39 GiB, max allowed: 18.13 GiB). "
+    "Tried to allocate 2.00 GiB on private pool. Use PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0 to disable upper limit for "
+    "memory allocations (may cause system failure)."
+)
+
+
+def test_an_allocator_without_memory_is_recognized_on_any_device():
+    with pytest.raises(RuntimeError) as of_cpu:
+        torch.empty(2**58)
+    assert is_out_of_memory(of_cpu.value)
+    assert is_out_of_memory(RuntimeError(OF_APPLE))
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory."))
+    assert not is_out_of_memory(RuntimeError("the queue is out of memory slots"))
+    assert not is_out_of_memory(ValueError(OF_APPLE))
+
+
+class SmallDevice(TinyLM):
+    """Has memory for two samples; its allocator says so as Apple's or the CPU's does."""
+
+    def __init__(self, fail):
+        super().__init__()
+        self.fail, self.sizes = fail, []
+
+    def training_step(self, batch, batch_idx):
+        self.sizes.append(len(batch["input_ids"]))
+        if len(batch["input_ids"]) > 2:
+            self.fail()
+        return super().training_step(batch, batch_idx)
+
+
+def fail_as_apple():
+    raise RuntimeError(OF_APPLE)
+
+
+@pytest.mark.parametrize("fail", [fail_as_apple, lambda: torch.empty(2**58)], ids=["apple", "cpu"])
+def test_a_batch_that_does_not_fit_is_repeated_in_micro_batches(fail):
+    batches = lm_batches(1)
+    model, plain = SmallDevice(fail), TinyLM()
+    plain.load_state_dict(model.state_dict())
+    for module, callbacks in ((model, [ft.MicroBatching("auto")]), (plain, [])):
+        fit(module, batches, callbacks=callbacks)
+    assert 0 < max(model.sizes) <= 2 < len(batches[0]["input_ids"])
+    for mine, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, expected)
+
+
+def test_single_samples_that_do_not_fit_say_how_much_is_missing():
+    assert _shortfall(RuntimeError(OF_APPLE)) == ": at least 1024 MiB more are needed"
+
+
+def test_the_doctor_says_what_an_apple_gpu_lacks(apple):
+    found = next(finding for finding in examine() if finding.name == "GPU")
+    assert found.status == "ok"
+    assert found.detail.startswith("mps; torch does not count memory there")
+
+
+def on_apple(name):
+    return pytest.raises(ValueError, match=rf"{name}.* on mps: .*\. (Train|Use) ")
+
+
+def test_what_needs_counted_memory_is_refused_on_an_apple_gpu(monkeypatch):
+    device = torch.device("mps")
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    trainer.state.fn = TrainerFn.FITTING
+    monkeypatch.setattr(type(trainer.strategy), "root_device", device)
+    for callback in (ft.Auto(), ft.AutoBatchSize()):
+        with on_apple(type(callback).__name__):
+            callback.setup(trainer, TinyLM(), "fit")
+    model = TinyLM()
+    monkeypatch.setattr(torch.Tensor, "device", device)
+    with on_apple("MemoryBudget"):
+        ft.MemoryBudget(1).wrap(model, dict(model.named_children()))
+    with on_apple("MemoryRecording"):
+        ft.profiling.MemoryRecording(model)
+    with on_apple("'adamw8bit'"):
+        ft.build_optimizer(model, "adamw8bit")
 
 
 def asks_for_float64(node):

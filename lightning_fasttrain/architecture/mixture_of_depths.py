@@ -26,6 +26,7 @@ from lightning_fasttrain.architecture.residual_blocks import (
     replace_output,
 )
 from lightning_fasttrain.core.checks import PositiveInt, PositiveShare, check_arguments
+from lightning_fasttrain.core.device import is_out_of_memory
 from lightning_fasttrain.core.host.late_parameters import notices_late_parameters
 from lightning_fasttrain.core.messages import describe_error, explain, note_once
 from lightning_fasttrain.core.modules.blocks import Blocks, disable_cache_
@@ -79,7 +80,7 @@ class RoutedForward(ForwardWithLoss):
         try:
             output = self.inner(*args, **kwargs)
         except RuntimeError as error:
-            if self._runs_on_some or isinstance(error, torch.OutOfMemoryError):
+            if self._runs_on_some or is_out_of_memory(error):
                 raise
             what = f"MixtureOfDepths: block '{self.name}'"
             why = f"it fails on a part of the tokens: {describe_error(error)}"

@@ -100,6 +100,10 @@ def _gpu() -> Finding:
     if shutil.which("nvidia-smi") and torch.version.cuda is None:
         fix = "reinstall torch with CUDA: pytorch.org, Get Started, gives the command for your driver"
         return Finding("GPU", "missing", "there is an NVIDIA driver, but this torch is built for the CPU only", fix)
+    if torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator()
+        found = f"{kind}; torch does not count memory there, which Auto, AutoBatchSize and MemoryBudget need"
+        return Finding("GPU", "ok", found)
     return Finding("GPU", "not here", "none that torch can use: training runs on the CPU")
 
 

@@ -5,6 +5,7 @@ import gc
 import importlib.metadata
 import os
 import platform
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -152,6 +153,26 @@ def return_unused_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+_NO_MEMORY_LEFT = re.compile(r"DefaultCPUAllocator: (can't allocate|not enough) memory|^MPS backend out of memory")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an allocator had no memory left; those of the CPU and of Apple's GPUs raise a ``RuntimeError``.
+
+    Example:
+        >>> is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory.")), is_out_of_memory(RuntimeError("no loss"))
+        (True, False)
+    """
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and _NO_MEMORY_LEFT.search(str(error)) is not None
+
+
+def has_streams(device: torch.device) -> bool:
+    """Return whether copies to and from a device may run beside other work, on streams that one can wait for."""
+    return device.type in ("cuda", "xpu")
+
+
 class AsyncReading:
     """Copy values from a device to the host without waiting, and read them later.
 
@@ -165,7 +186,7 @@ class AsyncReading:
 
     def __init__(self, numbers: torch.Tensor) -> None:
         self.numbers, self.event = numbers, None
-        if numbers.device.type in ("cuda", "xpu"):
+        if has_streams(numbers.device):
             # Pinned: otherwise the copy would wait for the device.
             self.numbers = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
             self.numbers.copy_(numbers, non_blocking=True)
@@ -185,6 +206,12 @@ class AsyncReading:
         return self.numbers.tolist()
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait until a GPU has finished its queued work."""
+    if device.type in ("cuda", "xpu", "mps"):
+        torch.accelerator.synchronize(device)
+
+
 def device_clock(device: torch.device) -> float:
     """Return a time in seconds after waiting for ``device`` to finish its queued work; only differences are meaningful.
 
@@ -193,8 +220,7 @@ def device_clock(device: torch.device) -> float:
         >>> device_clock(torch.device("cpu")) >= began
         True
     """
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     return time.perf_counter()
 
 

@@ -19,8 +19,22 @@ from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.parameters import quantized_tensors
 
 _Change = tuple[int, int, int]  # time in ns, address, bytes: negative when freed
+COUNTED = ("cpu", "cuda")
 _HELD = 0
 _LOG_LEVEL = "KINETO_LOG_LEVEL"
+
+
+def refuse_uncounted(what: str, device: torch.device) -> None:
+    """Raise ``ValueError`` where torch does not record single allocations, as on Apple's and Intel's GPUs.
+
+    Example:
+        >>> refuse_uncounted("PeakMemory", torch.device("mps"))
+        Traceback (most recent call last):
+        ValueError: PeakMemory on mps: memory is counted on the CPU and on CUDA. Train there, or leave it out
+    """
+    if device.type not in COUNTED:
+        why = "memory is counted on the CPU and on CUDA"
+        raise ValueError(explain(f"{what} on {device}", why, "Train there, or leave it out"))
 
 
 @check_arguments
@@ -69,9 +83,7 @@ class PeakMemory:
 
     def __init__(self, device: torch.device | str, *held: object) -> None:
         self.device = torch.device(device)
-        if self.device.type not in ("cpu", "cuda"):
-            why = "memory is counted on the CPU and on CUDA"
-            raise ValueError(explain(f"device={str(device)!r}", why, "Use one of these"))
+        refuse_uncounted("PeakMemory", self.device)
         self.peak_bytes = self.added_bytes = 0
         self.segments: list[int] = []
         self._held = held

@@ -25,7 +25,7 @@ from lightning_fasttrain.core.modules.parameters import bytes_of, quantized_tens
 from lightning_fasttrain.core.modules.select import find_module
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, WrappedForward, wrappers_in, wrappers_on
 from lightning_fasttrain.core.safe_load import open_safetensors
-from lightning_fasttrain.core.state.rng import keep_random_state
+from lightning_fasttrain.core.state.rng import keep_random_state, torch_generators
 from lightning_fasttrain.core.state.values import to_float64
 from lightning_fasttrain.finetune.selection.base_fingerprint import first_tensor, list_trainable
 from lightning_fasttrain.finetune.selection.gradual_unfreezing import GradualUnfreezing
@@ -404,21 +404,14 @@ def why_not_repeatable(
         kind = type(odd[0]).__name__
         return f"it returns a {kind} that has no row for each sample", "Name a module inside that returns tensors"
     with keep_random_state():  # the generators are no longer where they were before the first run, if it draws
-        before = _generators(leaves)
+        before = torch_generators()
         again = tree_leaves(run(None))
-        drew = not all(map(torch.equal, before, _generators(leaves)))
+        drew = not all(map(torch.equal, before, torch_generators()))
     if drew or not are_close(leaves, again):
         return "it draws random numbers: dropout in training mode, or noise", to_eval
     if rows > 1 and not are_close(leaves, tree_leaves(run(range(rows - 1)))):
         return "the output of a sample depends on the other samples of its batch", "Name a part in which it does not"
     return None
-
-
-def _generators(leaves: Sequence[object]) -> list[Tensor]:
-    states, device = [torch.get_rng_state()], first_tensor(leaves).device
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
-    return states
 
 
 def are_close(leaves: Sequence[Any], others: Sequence[Any]) -> bool:

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from lightning_fasttrain.core.batch.leaves import batch_size, can_be_cut, list_tensors, pick_rows, walk_leaves
 from lightning_fasttrain.core.checks import PositiveFloat, PositiveInt, check_arguments
+from lightning_fasttrain.core.device import is_out_of_memory
 from lightning_fasttrain.core.messages import describe_error, explain
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.loaders.growth_schedule import GrowingBatches, Growth, grow_batches
@@ -284,7 +285,7 @@ def try_image_sizes(
             except _PositionsError:
                 raise
             except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
-                if isinstance(error, torch.OutOfMemoryError):
+                if is_out_of_memory(error):
                     raise
                 where = f" in '{running[-1]}'" if running and running[-1] else ""
                 why = f"the step fails{where} with {describe_error(error)}"

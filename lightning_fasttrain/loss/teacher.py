@@ -12,9 +12,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map
 
 from lightning_fasttrain.core.checks import require
+from lightning_fasttrain.core.device import is_out_of_memory
 from lightning_fasttrain.core.messages import explain, note_once
 from lightning_fasttrain.core.modules.select import find_module
 from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, patch
+from lightning_fasttrain.core.state.rng import keep_random_state
 from lightning_fasttrain.loss.chunked import autocast_dtype
 from lightning_fasttrain.loss.deferred_logits import DeferredLogits
 from lightning_fasttrain.loss.linear_kl_divergence import LogitsOf
@@ -27,10 +29,8 @@ def load_teacher(teacher: AnyTeacher, student: nn.Module) -> nn.Module:
     """Load the teacher from a module, a path or a function, without drawing from the run's random state."""
     if isinstance(teacher, nn.Module):
         return teacher
-    # Forking GPU generators would initialize CUDA where it has not been used yet.
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     # Sharded strategies build the student on the meta device, where a teacher would never be materialized.
-    with torch.random.fork_rng(list(devices)), torch.device("cpu"):
+    with keep_random_state(), torch.device("cpu"):
         made = teacher() if callable(teacher) else _from_directory(Path(teacher), student)
     if not isinstance(made, nn.Module):
         why = "it is run"
@@ -168,7 +168,7 @@ class Teacher:
             return self.module(*args, **kwargs)
         # Deferred logits raise the first two; code that expects a Tensor and gets something else raises the third.
         except (RuntimeError, AttributeError, TypeError) as error:
-            if self.deferring is None or not self.deferring.on or isinstance(error, torch.OutOfMemoryError):
+            if self.deferring is None or not self.deferring.on or is_out_of_memory(error):
                 raise
             self.deferring.on = False
             # Raises again, unless missing values were the cause.

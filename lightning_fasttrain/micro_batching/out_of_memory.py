@@ -1,6 +1,5 @@
 """Run a batch again in smaller micro-batches when memory runs out, and synchronize gradients after all of them."""
 
-import gc
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -19,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 
 from lightning_fasttrain.core.checks import PositiveInt, check_arguments
+from lightning_fasttrain.core.device import is_out_of_memory, return_unused_memory
 from lightning_fasttrain.core.distributed import ControlGroup, rank_here
 from lightning_fasttrain.core.host.lightning import replicates
 from lightning_fasttrain.core.messages import explain, list_some, say
@@ -336,7 +336,7 @@ _WAYS_OUT = (
     "Next: then=[ActivationCheckpointing(), ActivationOffload()] if not in use yet, shorter samples, "
     "FusedLossHead, a lower precision, or a smaller model"
 )
-_MIB = {"bytes": 2.0**-20, "KiB": 2.0**-10, "MiB": 1.0, "GiB": 2.0**10}
+_MIB = {"b": 2.0**-20, "K": 2.0**-10, "M": 1.0, "G": 2.0**10}  # by the first letter of the unit
 
 
 @check_arguments
@@ -397,15 +397,15 @@ def split_until_it_fits(
     while True:
         try:
             result = attempt(n)
-        except torch.OutOfMemoryError as error:
+        except BaseException as error:  # including KeyboardInterrupt: the others wait for an answer
+            if not is_out_of_memory(error):
+                agree.give_up()
+                raise
             _refuse_lost(state, error, agree)
             worst = agree(Outcome.TOO_LARGE if n < most else Outcome.TOO_LARGE_IN_ONES, most)
             if worst.outcome is Outcome.FAILED or (worst.outcome is Outcome.TOO_LARGE_IN_ONES and not measures):
                 error.add_note(_note(error, n, most))
                 raise
-        except BaseException:  # including KeyboardInterrupt: the others wait for an answer
-            agree.give_up()
-            raise
         else:
             worst = agree(Outcome.FITS, most)
             if worst.outcome is Outcome.FITS:
@@ -415,8 +415,7 @@ def split_until_it_fits(
         # Outside the handler, since the error's traceback holds the activations of the failed attempt.
         state.restore()
         restore_gradients()
-        gc.collect()  # frees tensors that lie in cycles of references
-        torch.cuda.empty_cache()
+        return_unused_memory()
         if worst.outcome is Outcome.TOO_LARGE_IN_ONES:
             measures.pop(0)()
             n = 1
@@ -426,7 +425,7 @@ def split_until_it_fits(
             n = min(2 * n, worst.most)
 
 
-def _refuse_lost(state: StepState, error: torch.OutOfMemoryError, agree: Agreement) -> None:
+def _refuse_lost(state: StepState, error: BaseException, agree: Agreement) -> None:
     """Raise the error if the attempt has written what cannot be restored."""
     lost = state.list_lost()
     if lost:
@@ -463,12 +462,12 @@ def _end_with(worst: Verdict, n: int, has_more: bool) -> None:
         raise torch.OutOfMemoryError(explain(f"rank {worst.rank}, with {n} micro-batches", why, _WAYS_OUT))
 
 
-def _note(error: torch.OutOfMemoryError, n: int, most: int) -> str:
+def _note(error: BaseException, n: int, most: int) -> str:
     of_one = " of one sample each" if n >= most else ""
     return f"Out of memory with {n} micro-batches{of_one}{_shortfall(error)}. {_WAYS_OUT}."
 
 
-def _shortfall(error: torch.OutOfMemoryError) -> str:
+def _shortfall(error: BaseException) -> str:
     """Describe how much memory was missing, if the allocator reports it.
 
     Example:
@@ -476,10 +475,24 @@ def _shortfall(error: torch.OutOfMemoryError) -> str:
         >>> _shortfall(torch.OutOfMemoryError(said))
         ': at least 1536 MiB more are needed'
     """
-    number = r"([\d.]+) (bytes|KiB|MiB|GiB)"
-    matched = re.search(rf"allocate {number}.*of which {number} is free", f"{error}", re.DOTALL)
-    if matched is None:
+    number = r"([\d.]+) (bytes|[KMG]i?B)"
+    cuda = re.search(rf"allocate {number}.*of which {number} is free", f"{error}", re.DOTALL)
+    apple = re.search(
+        rf"MPS allocated: {number}, other allocations: {number}, max allowed: {number}\)\. Tried to allocate {number}",
+        f"{error}",
+    )
+    if cuda is not None:
+        asked, free = _mib_in(cuda)
+    elif apple is not None:
+        allocated, others, allowed, asked = _mib_in(apple)
+        free = allowed - allocated - others
+    else:
         return ""
-    asked, unit, free, unit_of_free = matched.groups()
-    missing = float(asked) * _MIB[unit] - float(free) * _MIB[unit_of_free]
+    missing = asked - free
     return f": at least {max(missing, 1.0):.0f} MiB more are needed"
+
+
+def _mib_in(matched: re.Match[str]) -> list[float]:
+    """Return the numbers of a message in MiB, from groups of a number and its unit in turn."""
+    found = matched.groups()
+    return [float(number) * _MIB[unit[0]] for number, unit in zip(found[::2], found[1::2], strict=True)]

@@ -17,6 +17,7 @@ from lightning_fasttrain.core.checks import PositiveFloat, check_arguments, one_
 from lightning_fasttrain.core.device import hardware, versions
 from lightning_fasttrain.core.host.lightning import training_loader
 from lightning_fasttrain.core.messages import explain, say, warn
+from lightning_fasttrain.core.peak_memory import refuse_uncounted
 from lightning_fasttrain.core.safe_load import read_json
 from lightning_fasttrain.planner.candidates import Choice
 from lightning_fasttrain.planner.make_plan import make_plan
@@ -111,6 +112,7 @@ class Auto(AddsTechniques):
         if stage != "fit":
             return
         if self.choice is None:
+            refuse_uncounted("Auto", trainer.strategy.root_device)
             self._refuse_earlier(trainer, "plan comes")
             self.choice = self._choose_on_rank_zero(trainer, pl_module)
         self._add(trainer, self.choice.techniques())

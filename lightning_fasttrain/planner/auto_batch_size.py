@@ -12,10 +12,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_fasttrain.core.batch.leaves import batch_size
 from lightning_fasttrain.core.checks import PositiveFloat, PositiveInt, check_arguments
-from lightning_fasttrain.core.device import GIB, free_bytes
+from lightning_fasttrain.core.device import GIB, free_bytes, is_out_of_memory
 from lightning_fasttrain.core.distributed import largest_over_ranks
 from lightning_fasttrain.core.host.lightning import accumulation_continues
 from lightning_fasttrain.core.messages import explain, first_line, format_bytes, number_of, say
+from lightning_fasttrain.core.peak_memory import refuse_uncounted
 from lightning_fasttrain.loaders import BatchSizeWarmup, SequenceLengthWarmup
 from lightning_fasttrain.micro_batching import MicroBatching, TokenWeightedAccumulation
 from lightning_fasttrain.planner.auto import AddsTechniques, Auto
@@ -97,8 +98,8 @@ class PartTrial:
         copies = replace(self.run, callbacks=[*_at_full_size(self.run), adaptive])
         try:
             copies.fit(batches, [], watch, devices_again(self.trainer))
-        except torch.OutOfMemoryError:
-            if self.trainer.world_size > 1 or parts == self.most:
+        except RuntimeError as error:
+            if not is_out_of_memory(error) or self.trainer.world_size > 1 or parts == self.most:
                 raise
             # Memory ran out where MicroBatching cannot retry, for example in the optimizer's step.
             return Tried(parts + 1, 0)
@@ -261,6 +262,7 @@ class AutoBatchSize(AddsTechniques):
         """Hook: Lightning's earliest. Callbacks that are added here are set up with the others."""
         if trainer.state.fn != TrainerFn.FITTING:
             return
+        refuse_uncounted(type(self).__name__, trainer.strategy.root_device)
         was_copied = is_rehearsing() and any(isinstance(callback, MicroBatching) for callback in trainer.callbacks)
         if not was_copied:
             self._refuse_others(trainer)

@@ -11,7 +11,7 @@ from lightning_fasttrain.core.checks import NonNegativeInt
 from lightning_fasttrain.core.host.lightning import accumulation_continues, is_time_to_log, log_to_all
 from lightning_fasttrain.core.messages import explain, note_once, say, warn
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
-from lightning_fasttrain.core.peak_memory import PeakMemory
+from lightning_fasttrain.core.peak_memory import COUNTED, PeakMemory
 from lightning_fasttrain.technique import Technique
 
 
@@ -48,7 +48,7 @@ class MemoryWindow(Technique):
         self._due: float = self.first_step
         device = trainer.strategy.root_device.type
         profiler = getattr(trainer.profiler, "inner", trainer.profiler)  # StepMeter may wrap it
-        if device not in ("cpu", "cuda"):
+        if device not in COUNTED:
             self._give_up(f"memory cannot be measured on {device}", "Train on the CPU or on CUDA")
         elif device in self.profiled and isinstance(profiler, PyTorchProfiler):
             self._give_up("torch runs one profiler at a time", "Remove Trainer(profiler=PyTorchProfiler())")

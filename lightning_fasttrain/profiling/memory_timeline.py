@@ -25,11 +25,19 @@ from torch.profiler import profile
 
 from lightning_fasttrain.core.atomic_write import refuse_unwritable
 from lightning_fasttrain.core.checks import NonNegativeInt, PositiveInt, check_arguments
+from lightning_fasttrain.core.device import is_out_of_memory
 from lightning_fasttrain.core.host.lightning import FabricModule
 from lightning_fasttrain.core.messages import explain, format_bytes, say, warn
 from lightning_fasttrain.core.modules.parameters import device_of, quantized_tensors
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, WrappedForward, patch, wrappers_on
-from lightning_fasttrain.core.peak_memory import event_tree, find_storages, refuse_second_profiler, start_profile
+from lightning_fasttrain.core.peak_memory import (
+    COUNTED,
+    event_tree,
+    find_storages,
+    refuse_second_profiler,
+    refuse_uncounted,
+    start_profile,
+)
 from lightning_fasttrain.profiling.memory_meter import MemoryWindow
 from lightning_fasttrain.profiling.memory_record import Allocation, MemoryRecord, check_kinds, save_memory_record
 
@@ -235,9 +243,7 @@ class MemoryRecording:
         while isinstance(model, FabricModule | DistributedDataParallel):
             model = model.module
         self.device = device_of(model)
-        if self.device.type not in ("cpu", "cuda"):
-            why = "memory is recorded on the CPU and on CUDA"
-            raise ValueError(explain(f"a model on {self.device}", why, "Move the model to one of them"))
+        refuse_uncounted("MemoryRecording", self.device)
         self.record: MemoryRecord | None = None
         self._model, self._batch, self._save_to, self._kinds = model, batch, save_to, kinds
         self._profile: profile | None = None
@@ -280,7 +286,7 @@ class MemoryRecording:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         finished = self.stop()
-        if error is None or _is_out_of_memory(error):
+        if error is None or is_out_of_memory(error):
             events = read_events(finished, self.device)
             self.record = self._make_record(events, out_of_memory=error is not None)
             saved = self._save(self.record)
@@ -423,13 +429,6 @@ def _category(allocation: Allocation, phase: str, backward_ms: list[float]) -> s
     return "temporaries"
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
-    """Return whether memory ran out: CUDA's allocator has its own error class, the CPU's only a message."""
-    return isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
-    )
-
-
 def _what_filled_it(record: MemoryRecord, events: Events) -> str:
     place = events.failed.place if events.failed is not None else Place()
     holders = record.holders(ms=record.failed_ms)
@@ -475,7 +474,7 @@ class MemoryTimeline(MemoryWindow):
     effect: ClassVar[str] = "a picture of memory over time by category, with the op and module at the peak"
     when: ClassVar[str] = "you want to know what memory is used for, and when"
     in_a_loop: ClassVar[str] = "profiling.MemoryRecording(model, optimizer, batch)"
-    profiled: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
+    profiled: ClassVar[tuple[str, ...]] = COUNTED
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_fasttrain.core.batch import count_batch
 from lightning_fasttrain.core.batch.padding_share import BATCHES, PaddingShare
-from lightning_fasttrain.core.device import free_bytes, peak_host_bytes
+from lightning_fasttrain.core.device import free_bytes, peak_host_bytes, synchronize
 from lightning_fasttrain.core.messages import align, explain, format_bytes, number_of, say, warn
 from lightning_fasttrain.core.modules.parameters import count_parameters
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
@@ -341,9 +341,7 @@ class RunSummary:
         if self._explanation is None:
             return
         device = trainer.strategy.root_device
-        if device.type == "cuda":
-            # Work that is still queued takes time, too.
-            torch.cuda.synchronize(device)
+        synchronize(device)  # work that is still queued takes time, too
         outcomes = [(type(one).__name__, text) for one in self.techniques if (text := one.outcome(module))]
         steps = number_of(trainer.global_step - self._begun[2], "step")
         rows = [*self._figures(trainer), *self._idle, *outcomes]

@@ -15,6 +15,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
+from lightning_fasttrain.core.state.rng import torch_generators
+
 _DROPOUTS = {
     F.dropout,
     F.dropout1d,
@@ -181,10 +183,7 @@ class DeterministicStep(TorchFunctionMode):
 
 
 def _read_generators() -> tuple[bytes, ...]:
-    states = [torch.get_rng_state()]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states.append(torch.cuda.get_rng_state())
-    return tuple(state.numpy().tobytes() for state in states)
+    return tuple(state.numpy().tobytes() for state in torch_generators())
 
 
 def _in_float64(

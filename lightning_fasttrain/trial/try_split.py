@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward
 from torchmetrics import Metric
 
+from lightning_fasttrain.core.device import is_out_of_memory, return_unused_memory
 from lightning_fasttrain.core.distributed import from_all_ranks, is_sharded
 from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, patch, without_rounding, wrappers_in
 from lightning_fasttrain.core.state.step_state import (
@@ -150,10 +151,9 @@ def _try_sample(trial_step: TrialStep, sample: Sample, precision: str) -> Trial:
                 raise error.reason from None
             return Trial(sample, why_not="the step returned None", is_skipped=True)
         except expected as error:
-            failed = not isinstance(error, torch.OutOfMemoryError)
+            failed = not is_out_of_memory(error)
             failure = f"the step failed on {sample.size} samples alone: {type(error).__name__} {error}"
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        return_unused_memory()
     return Trial(sample, why_not=failure, failed=failed)
 
 

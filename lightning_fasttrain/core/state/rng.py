@@ -29,18 +29,21 @@ def random_state() -> dict[str, Any]:
         >>> torch.equal(torch.rand(3), first[0]), random.random() == first[1], np.random.rand() == first[2]
         (True, True, True)
     """
-    # To ask for CUDA's state would start CUDA: memory on each device, and forked processes could not use it.
-    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
     version, numbers, gauss = random.getstate()
     numpy: Any = np.random.get_state()
     with _disable_current_modes():  # under a fake mode, the tensors would have no values
         return {
-            "torch": torch.get_rng_state(),
+            **_states_of_torch(),
             "python": (version, torch.from_numpy(np.array(numbers, np.int64)), gauss),  # one by one they load slowly
             "numpy": (numpy[0], torch.from_numpy(numpy[1].astype(np.int64)), *numpy[2:]),
-            "cuda": torch.cuda.get_rng_state_all() if cuda else [],
-            **_state_of_other_gpu(),
         }
+
+
+def _states_of_torch() -> dict[str, Any]:
+    # To ask for CUDA's state would start CUDA: memory on each device, and forked processes could not use it.
+    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    every = torch.cuda.get_rng_state_all() if cuda else []
+    return {"torch": torch.get_rng_state(), "cuda": every, **_state_of_other_gpu()}
 
 
 def _state_of_other_gpu() -> dict[str, Any]:
@@ -51,8 +54,9 @@ def _state_of_other_gpu() -> dict[str, Any]:
     return {device.type: torch.get_device_module(device).get_rng_state()}
 
 
-def states_of_generators(state: dict[str, Any]) -> list[torch.Tensor]:
-    """Return the states of torch's generators among those of :func:`random_state`: the CPU's first, then each GPU's."""
+def torch_generators(state: dict[str, Any] | None = None) -> list[torch.Tensor]:
+    """Return the states of torch's generators, now or in a :func:`random_state`: the CPU's first, then each GPU's."""
+    state = _states_of_torch() if state is None else state
     others = [state[name] for name in _OTHER_GPUS if name in state]
     return [state["torch"], *state["cuda"], *others]
 

@@ -17,7 +17,7 @@ from lightning_fasttrain.core.distributed import is_sharded
 from lightning_fasttrain.core.messages import describe_error
 from lightning_fasttrain.core.modules.recomputation import capturing_nothing, recomputed_outside, without_graph
 from lightning_fasttrain.core.modules.wrapped_forward import has_dropout, without_dropout
-from lightning_fasttrain.core.state.rng import random_state, set_random_state, states_of_generators
+from lightning_fasttrain.core.state.rng import random_state, set_random_state, torch_generators
 from lightning_fasttrain.core.state.step_state import StepState
 from lightning_fasttrain.core.state.values import to_float64
 
@@ -185,7 +185,7 @@ class _Probe:
     def has_drawn(self) -> bool:
         """Whether the last call used torch's random state, which the compiler uses differently."""
         now = random_state()
-        before, after = states_of_generators(self.state), states_of_generators(now)
+        before, after = torch_generators(self.state), torch_generators(now)
         return not all(map(torch.equal, before, after))
 
     def allow(self, expected: Numbers, nudged: Numbers) -> dict[str, float]:

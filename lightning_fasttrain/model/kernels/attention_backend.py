@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from lightning_fasttrain.core.checks import check_arguments
-from lightning_fasttrain.core.device import GIB, free_bytes, time_ms
+from lightning_fasttrain.core.device import GIB, free_bytes, is_out_of_memory, time_ms
 from lightning_fasttrain.core.distributed import from_rank_zero
 from lightning_fasttrain.core.messages import explain, say
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, WrappedForward, patched, undo_all, wrappers_on
@@ -139,7 +139,7 @@ class AttentionCalls(TorchFunctionMode):
         try:
             return _ATTEND(*args, **kwargs)
         except RuntimeError as error:
-            if self.forced is None or isinstance(error, torch.OutOfMemoryError):
+            if self.forced is None or is_out_of_memory(error):
                 raise
             reason = why_refused(call, self.forced)
             if not reason:
@@ -162,7 +162,7 @@ def why_refused(call: AttentionCall, name: str) -> str:
         try:
             with sdpa_kernel(BACKENDS[name]):
                 call.prepare()()
-        except (RuntimeError, torch.OutOfMemoryError) as error:
+        except RuntimeError as error:
             said = [str(warning.message).partition(" (Triggered")[0].strip() for warning in caught]
             reasons = [line for line in said if not line.endswith("because:")]
             return " ".join(reasons) or str(error).strip().splitlines()[0]

@@ -6,7 +6,9 @@ from typing import ClassVar, Literal
 from torch import nn
 
 from lightning_fasttrain.core.checks import PositiveFloat, check_arguments
+from lightning_fasttrain.core.modules.parameters import device_of
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
+from lightning_fasttrain.core.peak_memory import refuse_uncounted
 from lightning_fasttrain.model.activation_checkpointing import CheckpointPolicy
 from lightning_fasttrain.model.memory_budget.block_profiler import StepWatch
 from lightning_fasttrain.model.memory_budget.checkpoint_plan import CheckpointPlan
@@ -62,6 +64,9 @@ class MemoryBudget(CheckpointPolicy):
 
     def wrap(self, model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, Undo]:
         self.plan = None
+        device = device_of(model)
+        if device.type != "meta":  # of which the weights are made later, on a device that is not known yet
+            refuse_uncounted("MemoryBudget", device)
 
         def tell(plan: CheckpointPlan) -> None:
             self.plan = plan

@@ -1,7 +1,7 @@
 """Create an optimizer by name, with the usual parameter groups."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from itertools import chain
 from operator import itemgetter
@@ -235,6 +235,7 @@ def build_optimizer(
         projected = galore_groups(model, frozen=False, **given)[0]
         made = _mark(made, set(projected.pop("params")), {**projected}, "galore")
     refuse_settings(name, kind, own)
+    _refuse_apple(name, kind, made)
     if known.fuses and offload is None and _is_on_cuda(made):
         own.setdefault("fused", True)  # unless the user chose otherwise
 
@@ -328,6 +329,12 @@ def _refuse_company(name: str, known: Known, groups: Groups | None, **asked: obj
             raise ValueError(explain(f"{key}={asked[key]!r} with {name!r}", why, f"Remove {key}, or use 'adamw'"))
 
 
+def _refuse_apple(name: str, kind: type[Optimizer], groups: Groups) -> None:
+    if kind.__module__.startswith("bitsandbytes") and any(p.device.type == "mps" for p in _parameters_in(groups)):
+        why = "bitsandbytes has no kernels for its step on Apple's GPUs"
+        raise ValueError(explain(f"{name!r} on mps", why, "Use 'lion', 'adafactor' or 'adamw'"))
+
+
 def _make_groups(
     model: nn.Module, lr: float | Tensor, weight_decay: float, layer_decay: float | None, lora_plus: float | None
 ) -> Groups:
@@ -354,5 +361,8 @@ def _mark(groups: Groups, chosen: set[Tensor], marks: Mapping[str, object], labe
 
 
 def _is_on_cuda(groups: Groups) -> bool:
-    parameters = chain.from_iterable(map(itemgetter("params"), groups))
-    return all(p.is_cuda and p.is_floating_point() for p in parameters)  # otherwise ``fused`` fails
+    return all(p.is_cuda and p.is_floating_point() for p in _parameters_in(groups))  # otherwise ``fused`` fails
+
+
+def _parameters_in(groups: Groups) -> Iterator[Tensor]:
+    return chain.from_iterable(map(itemgetter("params"), groups))

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from lightning_fasttrain.core.checks import check_arguments
+from lightning_fasttrain.core.device import has_streams
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.optim.closure_optimizer import ClosureOptimizer, groups_over, take_settings, with_gradient
@@ -71,14 +72,14 @@ class HostOptimizer(ClosureOptimizer):
         _wait_for_copies(moved)
         changed = list(itertools.compress(moved, has_changed))
         for parameter in changed:
-            self._hosted[parameter].copy_(parameter, non_blocking=True)
+            self._hosted[parameter].copy_(parameter, non_blocking=has_streams(parameter.device))
         _wait_for_copies(changed)
         self.inner.param_groups = groups
         self.inner.step()
         for parameter in moved:
             # Returns the pinned memory to torch's cache, for the next step.
             self._hosted[parameter].grad = None
-            parameter.copy_(self._hosted[parameter], non_blocking=True)
+            parameter.copy_(self._hosted[parameter], non_blocking=has_streams(parameter.device))
             self._sums[parameter] = _sum_bits(parameter)
 
     def on_host(self) -> Optimizer:
@@ -110,8 +111,8 @@ class HostOptimizer(ClosureOptimizer):
 
 def _host_copy(tensor: Tensor | None) -> Tensor:
     assert tensor is not None
-    copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, requires_grad=False)
-    return copy.copy_(tensor.detach(), non_blocking=True)
+    copy = torch.empty_like(tensor, device="cpu", pin_memory=has_streams(tensor.device), requires_grad=False)
+    return copy.copy_(tensor.detach(), non_blocking=has_streams(tensor.device))
 
 
 def _sum_bits(tensor: Tensor) -> Tensor:
@@ -121,5 +122,5 @@ def _sum_bits(tensor: Tensor) -> Tensor:
 
 def _wait_for_copies(parameters: Sequence[Tensor]) -> None:
     """Wait until the copies to the host have arrived: the only synchronization with the device."""
-    for device in {parameter.device for parameter in parameters if parameter.is_cuda}:
-        torch.cuda.current_stream(device).synchronize()
+    for device in {parameter.device for parameter in parameters if has_streams(parameter.device)}:
+        torch.accelerator.current_stream(device).synchronize()

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import lightning as L
-import torch
 from lightning.fabric.utilities.apply_func import apply_to_collection
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
@@ -21,6 +20,7 @@ from torch.utils.data import DataLoader
 from lightning_fasttrain.checkpoint.loader_state.attributes import watch_attributes
 from lightning_fasttrain.checkpoint.loader_state.resumable_loader import ResumableLoader
 from lightning_fasttrain.core.batch import count_bytes
+from lightning_fasttrain.core.device import is_out_of_memory
 from lightning_fasttrain.core.distributed import gather_values
 from lightning_fasttrain.core.host.lightning import training_loaders, validation_loaders
 from lightning_fasttrain.core.messages import Report, ReportTable, explain, first_line, say
@@ -279,7 +279,7 @@ def explain_errors(course: Course, during: str = "") -> Iterator[None]:
         yield
     except Exception as error:
         kind, way_out = type(error).__name__, "Fix the error above, which would have stopped the run"
-        if isinstance(error, torch.OutOfMemoryError):
+        if is_out_of_memory(error):
             kind = "out of memory"
             way_out = 'Use ft.MicroBatching("auto") or ft.ActivationCheckpointing(), or smaller batches'
         why = f"{kind}: {first_line(error)}".rstrip(".")

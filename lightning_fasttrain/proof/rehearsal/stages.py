@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 
 from lightning_fasttrain.checkpoint.atomic_checkpoints import AtomicCheckpointIO
 from lightning_fasttrain.checkpoint.exact_resume import ExactResume
+from lightning_fasttrain.core.device import is_out_of_memory
 from lightning_fasttrain.core.messages import explain, first_line, list_some
 from lightning_fasttrain.profiling.memory_record import format_bytes
 from lightning_fasttrain.proof.rehearsal.context import (
@@ -80,10 +81,9 @@ def verify_techniques(on: Rehearsed, precision: str) -> None:
         line = f"{names}: {verified.rows[0].verdict}"
         if not verified.ok:
             problem = _explain_different_training(verified, names)
-    except torch.OutOfMemoryError:
-        pass
     except Exception as error:  # the next stage runs the module as the run does, and finds its errors
-        line = f"not checked: {type(error).__name__}: {first_line(error)}"
+        if not is_out_of_memory(error):
+            line = f"not checked: {type(error).__name__}: {first_line(error)}"
     on.raise_on_all(problem)
     on.report.tell("verify", line)
 

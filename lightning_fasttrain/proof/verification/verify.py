@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from lightning_fasttrain.core.batch import count_bytes
 from lightning_fasttrain.core.batch.leaves import batch_size, pick_rows, reverse_rows, split_batch
 from lightning_fasttrain.core.checks import PositiveInt, check_arguments
-from lightning_fasttrain.core.device import free_bytes, return_unused_memory
+from lightning_fasttrain.core.device import free_bytes, is_out_of_memory, return_unused_memory
 from lightning_fasttrain.core.host.lightning import list_callbacks
 from lightning_fasttrain.core.messages import describe_error, explain, format_bytes
 from lightning_fasttrain.core.modules.parameters import bytes_of
@@ -158,14 +158,10 @@ class Proof:
                 steps = replace(steps, batches=[steps.batches[0]] * len(steps.batches))
                 self.notes.append("All steps see the same batch: the loss of the first half of its rows is not finite.")
                 continue
-            except torch.OutOfMemoryError:
-                rows = max(map(count_rows, steps.batches)) // 2
-                if rows == 0:
+            except Exception as error:
+                rows = max(map(count_rows, steps.batches)) // 2 if is_out_of_memory(error) else None
+                if rows == 0 or (rows is None and (steps.validation is None or self.validation_given)):
                     raise
-            except Exception:
-                if steps.validation is None or self.validation_given:
-                    raise
-                rows = None
             # Outside of the handlers, whose exceptions keep the step's memory alive.
             if rows is not None:
                 return_unused_memory()

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map, tree_map_only, tree_map_with_path
 
 from lightning_fasttrain.architecture.auxiliary_loss import ForwardWithLoss, ModuleWithLoss
+from lightning_fasttrain.core.device import is_out_of_memory
 from lightning_fasttrain.core.messages import describe_error, explain
 from lightning_fasttrain.core.modules.parameters import move_values, trained_parameters
 from lightning_fasttrain.core.modules.select import class_if_imported
@@ -315,7 +316,7 @@ class DividedBlock(WrappedForward):
             with self.attention, attention, in_place_of_parameters(self.module, moved):
                 found = self.inner(*args, **kwargs)
         except RuntimeError as error:
-            if isinstance(error, torch.OutOfMemoryError):
+            if is_out_of_memory(error):
                 raise
             self._refuse(f"it fails on a share of the tokens: {describe_error(error)}", error)
         if not divided and any(map(is_attention, self.module.modules())):
