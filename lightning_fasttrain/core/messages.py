@@ -71,6 +71,21 @@ def _rank() -> int:
     return 0 if host is None else host.rank_zero_only.rank or 0
 
 
+class _StderrHandler(logging.Handler):
+    """Writes to what is ``sys.stderr`` at that moment, since progress bars replace it; to a terminal in whole words."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        stream = sys.stderr
+        try:
+            text = self.format(record)
+            if stream.isatty():
+                text = "\n".join(wrap(text, output_width()))
+            stream.write(f"{text}\n")
+            stream.flush()
+        except Exception:  # as all handlers do: a line that cannot be written must not end a run
+            self.handleError(record)
+
+
 def say(message: str, *values: object) -> None:
     """Log one line at INFO, on rank zero only, where it can be seen.
 
@@ -82,7 +97,7 @@ def say(message: str, *values: object) -> None:
     if log.level == logging.NOTSET:
         log.setLevel(logging.INFO)
     if not log.hasHandlers():
-        handler = logging.StreamHandler()
+        handler = _StderrHandler()
         handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
         log.addHandler(handler)
     log.info(message, *values)

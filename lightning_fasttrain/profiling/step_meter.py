@@ -6,6 +6,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from math import inf
+from operator import itemgetter
 from statistics import median
 from time import perf_counter
 from typing import Any, ClassVar
@@ -372,9 +373,23 @@ class StepMeter(Technique):
             self._profiler.timer.summary()  # waits for the device
             if self.flops is not None:
                 self._peak_flops = peak_flops(trainer.strategy.root_device, dtype_of(trainer.precision))
-            found = self.summary()
-            values = ", ".join(f"{name} {format_ms(value)}" for name, value in found.items())
-            say("StepMeter: %s", values or f"nothing was measured: the fit ended within the first {self.warmup} steps")
+            nothing = f"nothing was measured: the fit ended within the first {self.warmup} steps"
+            say("StepMeter: %s", _describe(self.summary()) or nothing)
+
+
+_WORDS = {"data_wait": "waiting for data", "transfer": "transfer to the device"}
+
+
+def _describe(summary: Mapping[str, float]) -> str:
+    """Return a summary as a line: the phases, the longest first, as far as they take a hundredth of the step."""
+    if not summary:
+        return ""
+    step_ms = summary["step_ms"]
+    phases = {name: summary[f"{name}_ms"] for name in (*PHASES, "other") if f"{name}_ms" in summary}
+    longest = sorted(phases.items(), key=itemgetter(1), reverse=True)
+    parts = [f"{_WORDS.get(name, name)} {format_ms(ms)}" for name, ms in longest if ms >= step_ms / 100]
+    rates = [f"{summary[f'{of}_per_s']:,.0f} {of}/s" for of in ("samples", "tokens") if f"{of}_per_s" in summary]
+    return "; ".join([f"{format_ms(step_ms)} ms/step: {', '.join(parts)}", *rates])
 
 
 class StepProfiler(Profiler):

@@ -1,7 +1,10 @@
 """Every report at 80 and 160 columns: no line is longer, and no word is lost or broken."""
 
 import functools
+import io
+import logging
 import math
+import sys
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from lightning_fasttrain.bench.ladder import report as ladder_report
 from lightning_fasttrain.bench.ladder.results import Climbed
 from lightning_fasttrain.cli import doctor, technique_cards
 from lightning_fasttrain.cli.main import main
+from lightning_fasttrain.core import messages
 from lightning_fasttrain.core.messages import Report, ReportTable, output_width, wrap
 from lightning_fasttrain.doctor.diagnosis import Cost, Diagnosis, Finding
 from lightning_fasttrain.doctor.observation.source_lines import SourceLine
@@ -165,3 +169,24 @@ def test_commands_print_for_80_columns(arguments, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     assert main(arguments) == 0
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_lines_go_to_what_stderr_is_when_they_are_said_and_are_wrapped_on_a_terminal(monkeypatch):
+    log = logging.getLogger("lightning_fasttrain.heard_here")
+    log.addHandler(messages._StderrHandler())
+    log.propagate = False
+    monkeypatch.setenv("COLUMNS", "40")
+    bar, file = Terminal(), io.StringIO()
+    for stream in (bar, file):  # as a progress bar does while it runs
+        monkeypatch.setattr(sys, "stderr", stream)
+        log.warning("%s\n  Time  12 ms/step", LONG)
+    assert file.getvalue() == f"{LONG}\n  Time  12 ms/step\n"
+    lines = bar.getvalue().splitlines()
+    assert max(map(len, lines)) <= 40
+    assert " ".join(map(str.strip, lines[:-1])) == LONG
+    assert lines[-1] == "  Time  12 ms/step"

@@ -298,7 +298,15 @@ def test_logs_one_line_at_the_end(tmp_path, caplog):
         fit(BoringModel(), StepMeter(), tmp_path=tmp_path, max_epochs=1)
     lines = [record.message for record in caplog.records if record.message.startswith("StepMeter")]
     assert len(lines) == 1
-    assert "step_ms " in lines[0]
+    assert lines[0].startswith("StepMeter: ")
+    assert " ms/step: " in lines[0]
+
+
+def test_the_line_names_the_longest_phase_first_and_leaves_out_what_takes_no_time():
+    phases = {"data_wait_ms": 30.25, "transfer_ms": 0.5, "forward_ms": 45.0, "backward_ms": 1234.5, "other_ms": 2.0}
+    line = step_meter._describe({"step_ms": 1312.25, **phases, "samples_per_s": 6.1, "tokens_per_s": 4321.0})
+    assert line == "1,312 ms/step: backward 1,234, forward 45, waiting for data 30.2; 6 samples/s; 4,321 tokens/s"
+    assert step_meter._describe({}) == ""
 
 
 def test_apply_names_the_function_for_a_bare_loop():
