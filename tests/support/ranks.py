@@ -8,6 +8,7 @@ import atexit
 import ctypes
 import faulthandler
 import gc
+import importlib
 import itertools
 import multiprocessing
 import os
@@ -54,10 +55,11 @@ class Ranks:
             file.touch()
         environments = [{}] if count is None else _ranks_of_a_launch(count)
         argv = [module, *map(str, arguments)]
+        preloaded = [] if of_this_process else PRELOADED
         self.processes = []
         for own in environments:
             environment = {**os.environ, "OMP_NUM_THREADS": "1", **own}
-            process = context.Process(target=_be_a_script, args=(argv, environment, folder, self.files))
+            process = context.Process(target=_be_a_script, args=(argv, environment, folder, self.files, preloaded))
             process.start()
             self.processes.append(process)
 
@@ -183,13 +185,17 @@ def _forget_scenarios() -> None:
         vars(sys.modules[package]).pop(module, None)
 
 
-def _be_a_script(argv: list[str], environment: dict[str, str], folder: Path, files: tuple[Path, Path]) -> None:
+def _be_a_script(
+    argv: list[str], environment: dict[str, str], folder: Path, files: tuple[Path, Path], preloaded: list[str]
+) -> None:
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # a notebook's cell has its own
     for number, file in enumerate(files, start=1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), number)
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
+    for name in preloaded:  # if that failed, the server has said nothing, and it fails here again
+        importlib.import_module(name)
     gc.freeze()  # what was imported before stays: nobody need look through it
     warnings.simplefilter("ignore")
     _forget_scenarios()
