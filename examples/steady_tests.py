@@ -16,6 +16,7 @@ import random
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
@@ -61,6 +62,8 @@ def run_tests(conditions, arguments):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     if conditions["kernels"]:
         environment["ATEN_CPU_CAPABILITY"] = conditions["kernels"]
+        # Inductor's cache does not tell code for one processor from code for another.
+        environment["TORCHINDUCTOR_CACHE_DIR"] = str(Path(tempfile.gettempdir(), f"inductor_{conditions['kernels']}"))
     if conditions["order"] is not None:
         environment[SEED] = str(conditions["order"])
     command = [*TESTS, "-p", "examples.steady_tests", *arguments]

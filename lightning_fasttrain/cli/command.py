@@ -101,7 +101,9 @@ def model_options(batch: str) -> list[Option]:
             "--data", default="", metavar="TARGET", help="package.module:Name of a LightningDataModule, for its batches"
         ),
         option("--size", help="a reference GPT instead: nano, tiny, mini, gpt2-small, gpt2-medium or gpt2-xl"),
+        option("--hf", metavar="FOLDER", help="a Hugging Face model of tokens instead: a folder with its config.json"),
         option("--batch", type=int, metavar="N", help=batch),
+        option("--length", type=int, metavar="N", help="with --hf: tokens of a sequence; default: at most 2048"),
     ]
 
 
@@ -111,9 +113,12 @@ def load_model(options: argparse.Namespace) -> "tuple[nn.Module, Any]":
     Raises:
         ValueError, TypeError: there is none, or it cannot be had.
     """
-    from lightning_fasttrain.cli.subject import load_subject
+    from lightning_fasttrain.cli.subject import load_hugging_face, load_subject
 
-    _refuse_both_or_none(options)
+    _refuse_several_or_none(options)
+    if options.hf is not None:
+        make, batch = load_hugging_face(options.hf, options.batch, options.length)
+        return make(), batch
     if options.size is None:
         return load_subject(options.target, options.arg, data=options.data, fake=False)
     specimen = _reference(options, 4)
@@ -127,20 +132,25 @@ def load_model_without_memory(options: argparse.Namespace) -> tuple[Any, Any]:
         ValueError, TypeError: there is none, or it cannot be had.
     """
     from lightning_fasttrain.bench.gpt import size_named
-    from lightning_fasttrain.cli.subject import load_subject
+    from lightning_fasttrain.cli.subject import load_hugging_face, load_subject
 
-    _refuse_both_or_none(options)
+    _refuse_several_or_none(options)
+    if options.hf is not None:
+        return load_hugging_face(options.hf, options.batch, options.length)
     if options.size is None:
         return load_subject(options.target, options.arg, data=options.data)
     specimen = _reference(options, size_named(options.size).batch)
     return specimen.module, specimen.batch()
 
 
-def _refuse_both_or_none(options: argparse.Namespace) -> None:
-    if (options.target is None) == (options.size is None):
-        raise ValueError("give either TARGET or --size, see --help.")
+def _refuse_several_or_none(options: argparse.Namespace) -> None:
+    given = [each for each in (options.target, options.size, options.hf) if each is not None]
+    if len(given) != 1:
+        raise ValueError("give one of TARGET, --size and --hf, see --help.")
     if options.data and options.target is None:
-        raise ValueError("--data names batches for TARGET; a reference GPT has its own. Give TARGET instead of --size.")
+        raise ValueError("--data names batches for TARGET; other models have their own. Give TARGET.")
+    if options.length is not None and options.hf is None:
+        raise ValueError("--length goes with --hf; TARGET and --size have their own batches. Leave it out.")
 
 
 def _reference(options: argparse.Namespace, usual_batch: int) -> "Specimen":

@@ -9,15 +9,16 @@ from lightning_fasttrain.cli import examine_script, model_commands, tool_command
 from lightning_fasttrain.cli.command import BAD_INPUT, Command, CommandError, model_options, option
 from lightning_fasttrain.cli.rehearsal.rehearse import rehearse
 from lightning_fasttrain.cli.tool_commands import INTERRUPTED
+from lightning_fasttrain.core.messages import quiet_libraries
 from lightning_fasttrain.core.package import __version__
 
-_PRECISION = option("--precision", default="32-true", help="32-true (default), bf16-mixed or bf16-true")
+_PRECISION = option("--precision", default="32-true", help="32-true (default), bf16-mixed, 16-mixed or bf16-true")
 _JSON = option("--json", action="store_true", help="print JSON; sizes are in bytes")
 _NODES = option("--nodes", type=int, default=1, metavar="M", help="machines they are in; default: 1")
 
 
 def _techniques(default: str) -> tuple[tuple[str, ...], dict[str, str]]:
-    return option("--techniques", default="", metavar="A,B=8", help=f"after = the first argument; {default}")
+    return option("--techniques", default="", metavar="A,B=8", help=f"or A,B(8,check=False); {default}")
 
 
 COMMANDS = (
@@ -212,12 +213,14 @@ COMMANDS = (
         "shard",
         "compare DDP, FSDP2 and ZeRO for a model on any number of devices, without them",
         [
-            *model_options("with --size: sequences on each device; default: 1"),
-            option("--devices", type=int, required=True, metavar="N", help="devices, on all nodes together"),
+            *model_options("with --size or --hf: sequences on each device; default: 1"),
+            option("--gpu", metavar="NAME:N", help="as H100:8, on all nodes together; a wrong name lists them"),
+            option("--devices", type=int, metavar="N", help="their number, if not given with --gpu"),
             _NODES,
-            option("--memory", type=float, required=True, metavar="GIB", help="GiB of each device"),
+            option("--memory", type=float, metavar="GIB", help="GiB of each device; default: of the --gpu"),
             option("--host", type=float, metavar="GIB", help="GiB of each node for offload; default: enough"),
             _PRECISION,
+            _techniques("of the run; default: none"),
             option(
                 "--optimizer",
                 metavar="NAME",
@@ -303,7 +306,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"{name} was removed. {REMOVED_COMMANDS[name]}")
     options = parser.parse_args(given)
     try:
-        return options.run(options) or 0
+        with quiet_libraries():
+            return options.run(options) or 0
     except CommandError as error:
         # Errors of torch have many lines, and a refusal is one.
         print(f"fasttrain {options.command}: {' '.join(str(error).split())}", file=sys.stderr)

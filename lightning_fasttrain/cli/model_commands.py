@@ -86,21 +86,31 @@ def list_unused(options: argparse.Namespace) -> None:
 
 def compare_strategies(options: argparse.Namespace) -> None:
     """Run ``fasttrain shard``: DDP, FSDP2 and ZeRO for a model on any number of devices, without them."""
+    from lightning_fasttrain.cli.subject import techniques_named
+    from lightning_fasttrain.estimate.accelerators import read_devices
     from lightning_fasttrain.strategy.choose_strategy import choose_strategy, optimizer_named
 
-    if options.size is None and options.batch is not None:
-        raise CommandError("--batch goes with --size; TARGET brings its own batch.")
+    if options.target is not None and options.batch is not None:
+        raise CommandError("--batch goes with --size and --hf; TARGET brings its own batch.")
     if options.size is not None and options.batch is None:
         options.batch = 1
     with working("Predicting…") as status:
+        devices, memory = options.devices, options.memory
+        if options.gpu is not None:
+            accelerator, count = read_devices(options.gpu)
+            devices = count if devices is None else devices
+            memory = accelerator.memory_gib if memory is None else memory
+        if devices is None or memory is None:
+            raise CommandError("give --gpu, as H100:8, or --devices and --memory.")
         optimizer = optimizer_named(options.optimizer) if options.optimizer else None
         module, batch = load_model_without_memory(options)
         choice = choose_strategy(
             module,
             batch,
-            options.devices,
-            memory_gib=options.memory,
+            devices,
+            memory_gib=memory,
             optimizer=optimizer,
+            techniques=techniques_named(options.techniques),
             nodes=options.nodes,
             precision=options.precision,
             host_gib=options.host,

@@ -1,22 +1,30 @@
 """Load a model, a batch and techniques that a command line names. Values are literals; nothing is evaluated."""
 
 import ast
+import functools
 import importlib
 import os
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
+from lightning_fasttrain.cli.technique_cards import find_cards
+from lightning_fasttrain.core.checks import PositiveInt, check_arguments, require
 from lightning_fasttrain.core.host.lightning import TRANSFER_HOOKS
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.planner.candidates import known_techniques
 from lightning_fasttrain.technique import Technique
+
+_LABELS_TOKENS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM", "ForTokenClassification")
 
 
 def load_subject(
@@ -89,27 +97,128 @@ def _with_data(module: object, path: str, data: str) -> tuple[nn.Module, Any]:
     return module, next(iter(datamodule.train_dataloader()))
 
 
+class _HuggingFaceModel(L.LightningModule):
+    def __init__(self, kind: Callable[[Any], nn.Module], config: Any) -> None:
+        super().__init__()
+        self.model = kind(config)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self.model(**batch).loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+@check_arguments
+def load_hugging_face(
+    folder: str, batch: PositiveInt | None = None, length: PositiveInt | None = None
+) -> tuple[Callable[[], L.LightningModule], dict[str, Tensor]]:
+    """Return a function that builds the model of a configuration, with AdamW, and a batch of random tokens.
+
+    Weights are random: only the configuration is read, and no code that comes with it.
+
+    Args:
+        folder: with a ``config.json``, as ``save_pretrained`` writes it, for example a model's folder in the cache of
+            ``huggingface_hub``.
+        batch: sequences; by default one.
+        length: tokens of each; by default as many as the model has positions, at most 2,048.
+
+    Returns:
+        The function, and ``input_ids`` with ``labels``, both of shape (batch, length); a classifier of sequences has
+        labels of shape (batch,).
+
+    Raises:
+        ValueError: there is no configuration, or one of a model that does not take token ids and labels.
+
+    Example:
+        >>> load_hugging_face("no/such/folder")
+        Traceback (most recent call last):
+        ValueError: --hf no/such/folder: it has no config.json. Name a folder that save_pretrained wrote, or ...
+    """
+    transformers = require("transformers", extra="finetune")
+    if not Path(folder, "config.json").is_file():
+        way_out = "Name a folder that save_pretrained wrote, or download one: hf download NAME config.json"
+        raise ValueError(explain(f"--hf {folder}", "it has no config.json", way_out))
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    name = next(iter(config.architectures or ()), "")
+    kind, text = getattr(transformers, name, None), config.get_text_config()
+    classifies = name.endswith("ForSequenceClassification")
+    if kind is None or not (classifies or name.endswith(_LABELS_TOKENS)):
+        why = f"its class, {name or 'not named there'}, does not take token ids and labels"
+        way_out = "Write a function that returns (module, batch), and name it as TARGET"
+        raise ValueError(explain(f"--hf {folder}", why, way_out))
+    if config.pad_token_id is None:
+        config.pad_token_id = 0  # classifiers look for the last token that is not padding
+    most = getattr(text, "max_position_embeddings", None) or 2048
+    ids = torch.randint(1, text.vocab_size, (batch or 1, length or min(most, 2048)))
+    if classifies:
+        labels = torch.randint(config.num_labels, ids.shape[:1])
+    elif name.endswith("ForTokenClassification"):
+        labels = torch.randint(config.num_labels, ids.shape)
+    else:
+        labels = ids.clone()
+    return functools.partial(_HuggingFaceModel, kind, config), {"input_ids": ids, "labels": labels}
+
+
 def techniques_named(text: str) -> list[Technique]:
     """Make the techniques of a list such as ``"ActivationCheckpointing,MicroBatching=8"``, with a first argument each.
 
+    Calls are read too, ``"MicroBatching(8, check=False)"``, and names in any spelling.
+
     Raises:
-        ValueError: no technique has this name.
+        ValueError: no technique has this name, or an argument is not a literal.
         TypeError, ValueError: it refuses the argument.
 
     Example:
-        >>> checkpointing, micro = techniques_named("ActivationCheckpointing,MicroBatching=8")
+        >>> checkpointing, micro = techniques_named("activation_checkpointing,MicroBatching=8")
         >>> micro.n
         8
+        >>> techniques_named("ft.MicroBatching(4, check=False), FusedLossHead('head')")
+        [MicroBatching(n=4, check=False), FusedLossHead(head='head')]
     """
-    known: dict[str, Callable[..., Technique]] = {kind.__name__: kind for kind in known_techniques()}
-    made = []
-    for entry in filter(None, (entry.strip() for entry in text.split(","))):
+    return [_technique_named(entry) for entry in _split_at_commas(text)]
+
+
+def _split_at_commas(text: str) -> Iterator[str]:
+    """Split a list at the commas that are in no brackets."""
+    entry, depth = "", 0
+    for character in f"{text},":
+        depth += (character in "([{") - (character in ")]}")
+        if character != "," or depth:
+            entry += character
+        elif entry.strip():
+            yield entry.strip()
+            entry = ""
+    if entry.strip(" ,"):
+        why = "a bracket is not closed"
+        raise ValueError(explain(f"--techniques {text!r}", why, "Write MicroBatching=8 or 'MicroBatching(8)'"))
+
+
+def _technique_named(entry: str) -> Technique:
+    called = re.fullmatch(r"([\w.\- ]+)\((.*)\)", entry, re.DOTALL)
+    if called is None:
         name, has_value, value = entry.partition("=")
-        if name not in known:
-            why = "there is none of this name"
-            raise ValueError(explain(f"technique {name!r}", why, f"Use {', '.join(sorted(known))}"))
-        made.append(known[name](_literal(value)) if has_value else known[name]())
-    return made
+        return _kind_named(name)(*([_literal(value)] if has_value else []))
+    try:
+        call = ast.parse(f"made({called[2]})", mode="eval").body
+        assert isinstance(call, ast.Call)
+        positional = [ast.literal_eval(argument) for argument in call.args]
+        named = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords if keyword.arg}
+    except (ValueError, SyntaxError) as error:
+        why, way_out = "its arguments are no literals", f"Write {called[1]}(8), or verify in Python"
+        raise ValueError(explain(f"technique {entry!r}", why, way_out)) from error
+    return _kind_named(called[1])(*positional, **named)
+
+
+def _kind_named(name: str) -> Callable[..., Technique]:
+    known: dict[str, Callable[..., Technique]] = {kind.__name__: kind for kind in known_techniques()}
+    plain = name.strip().removeprefix("ft.").rpartition(".")[2]
+    if plain in known:
+        return known[plain]
+    found = [card.name for card in find_cards(name)]
+    if len(found) == 1:
+        return known[found[0]]
+    raise ValueError(explain(f"technique {name!r}", "several come into question", f"Use {' or '.join(found)}"))
 
 
 def _import_target(path: str) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -101,6 +101,25 @@ def say(message: str, *values: object) -> None:
         handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
         log.addHandler(handler)
     log.info(message, *values)
+
+
+_THEIR_OWN = ("torchao", "bitsandbytes", "torch.utils._pytree", "torch._subclasses.fake_tensor")
+
+
+@contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Keep lines of other libraries about themselves from the terminal: missing extensions, deprecations, traces."""
+    loggers = [logging.getLogger(name) for name in _THEIR_OWN]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)`")  # in Lightning, of torch
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
 
 
 def warn(message: str) -> None:

@@ -49,7 +49,13 @@ _V100 = f"NVIDIA V100 data sheet, SXM2, FP16, {_SITE}/tesla-v100/"
 _T4 = f"NVIDIA T4 product brief, FP16, {_SITE}/tesla-t4/"
 _MI300X = "AMD Instinct MI300X data sheet, https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html"
 
+_B300 = (
+    "Inside NVIDIA Blackwell Ultra, https://developer.nvidia.com/blog/"
+    "inside-nvidia-blackwell-ultra-the-chip-powering-the-ai-factory-era/; products: an eighth of NVIDIA HGX B300, dense"
+)
+
 _TABLE = (
+    Accelerator("B300", 2250e12, 288, 8000, 1400, _B300),
     Accelerator(
         "B200", 2250e12, 180, 8000, 1000, f"NVIDIA DGX B200 data sheet, an eighth of it, dense, {_SITE}/dgx-b200/"
     ),
@@ -67,6 +73,7 @@ _TABLE = (
     Accelerator("A10G", 70e12, 24, 600, None, _A10G),
     Accelerator("V100", 125e12, 32, 900, 300, _V100, "float16"),
     Accelerator("T4", 65e12, 16, 320, 70, _T4, "float16"),
+    Accelerator("RTX5090", 209.5e12, 32, 1792, 575, "NVIDIA RTX Blackwell GPU architecture white paper, sums in FP32"),
     Accelerator("RTX4090", 165.2e12, 24, 1008, 450, "NVIDIA Ada GPU architecture white paper, sums in FP32"),
     Accelerator("RTX3090", 71e12, 24, 936, 350, "NVIDIA Ampere GA102 GPU architecture white paper, sums in FP32"),
     Accelerator("MI300X", 1307.4e12, 192, 5300, 750, _MI300X),
@@ -107,13 +114,14 @@ def read_devices(text: str) -> tuple[Accelerator, PositiveInt]:
 
     Example:
         >>> accelerator, count = read_devices("H100:8")
-        >>> accelerator.name, count
-        ('H100-SXM', 8)
+        >>> accelerator.name, count, read_devices("h100 x8")[1]
+        ('H100-SXM', 8, 8)
 
     Source:
         Ours.
     """
-    name, _, number = text.partition(":")
+    several = re.fullmatch(r"(.+)[x×*]\s*(\d+)", text)  # as people write it: H100x8
+    name, _, number = text.partition(":") if several is None else (several[1], "", several[2])
     if number and not re.fullmatch(r"[1-9]\d*", number):
         raise ValueError(explain(f"{text!r}", f"{number!r} is not a number of devices", f"Write {name}:8"))
     return find_accelerator(name), int(number or 1)

@@ -92,12 +92,18 @@ def test_it_prints_a_table(module, capsys):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ([], "give either TARGET or --size"),
-        (["{module}:Net", "--size", "nano"], "give either TARGET or --size"),
+        ([], "give one of TARGET, --size and --hf"),
+        (["{module}:Net", "--size", "nano"], "give one of TARGET, --size and --hf"),
         (["--size", "huge"], "size='huge'"),
         (["--size", "nano", "--batch", "0"], "batch=0"),
-        (["--size", "nano", "--techniques", "Magic"], "technique 'Magic'"),
+        (["--size", "nano", "--techniques", "Magic"], "no technique is called 'Magic'"),
         (["--size", "nano", "--techniques", "MicroBatching=0"], "n=0"),
+        (["--size", "nano", "--techniques", "MicroBatching(4"], "a bracket is not closed"),
+        (["--size", "nano", "--techniques", "MicroBatching(parts)"], "its arguments are no literals"),
+        (["--size", "nano", "--techniques", "gradient checkpointing"], "Use ActivationCheckpointing or TiledMLP"),
+        (["--size", "nano", "--length", "8"], "--length goes with --hf"),
+        (["--size", "nano", "--hf", "folder"], "give one of TARGET, --size and --hf"),
+        (["--hf", "no/such/folder"], "it has no config.json"),
         (["--size", "nano", "--precision", "fp8"], "precision='fp8'"),
         (["{module}"], "Write package.module:Name"),
         (["{module}:Absent"], "has no attribute 'Absent'"),
@@ -129,6 +135,56 @@ def test_every_technique_can_be_named():
         ft.OptimizerInBackward,
     ]
     assert made[2].adaptive
+
+
+def test_names_come_in_any_spelling_and_with_all_their_arguments():
+    from lightning_fasttrain.cli.subject import techniques_named
+
+    asked = "micro-batching(4, check=False), loaders.BatchSizeWarmup(64, over=100), ft.LoRA(targets=['up', 'down'])"
+    micro, warmup, lora = techniques_named(asked)
+    assert (micro.n, micro.check) == (4, False)
+    assert repr(warmup) == repr(ft.loaders.BatchSizeWarmup(64, 100))
+    assert repr(lora) == repr(ft.LoRA(targets=["up", "down"]))
+
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 99}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "labels"),
+    [
+        ("LlamaForCausalLM", {}, (2, 7)),
+        ("BertForSequenceClassification", {"num_labels": 3}, (2,)),
+        ("BertForTokenClassification", {"num_labels": 3}, (2, 7)),
+        ("T5ForConditionalGeneration", {"d_model": 32, "num_layers": 2, "decoder_start_token_id": 0}, (2, 7)),
+    ],
+)
+def test_a_configuration_of_hugging_face_gives_a_model_and_a_batch(tmp_path, name, settings, labels):
+    transformers = pytest.importorskip("transformers")
+    from lightning_fasttrain.cli.subject import load_hugging_face
+
+    kind = getattr(transformers, name)
+    sizes = {"vocab_size": 99} if name.startswith("T5") else SIZES
+    kind.config_class(architectures=[name], **sizes, **settings).save_pretrained(tmp_path)
+    make, batch = load_hugging_face(str(tmp_path), 2, 7)
+    assert batch["input_ids"].shape == (2, 7)
+    assert batch["labels"].shape == labels
+    model = make()
+    assert type(model.model) is kind
+    model.training_step(batch, 0).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_a_configuration_is_predicted_as_its_model_is(tmp_path, capsys):
+    transformers = pytest.importorskip("transformers")
+    from lightning_fasttrain.cli.subject import load_hugging_face
+
+    transformers.ViTConfig(architectures=["ViTForImageClassification"]).save_pretrained(tmp_path / "images")
+    assert "does not take token ids and labels" in refusal(capsys, "--hf", str(tmp_path / "images"))
+    transformers.LlamaConfig(architectures=["LlamaForCausalLM"], **SIZES).save_pretrained(tmp_path)
+    found = predicted(capsys, "--hf", str(tmp_path), "--batch", "2", "--length", "7", "--device", "cpu")
+    module, batch = load_hugging_face(str(tmp_path), 2, 7)
+    assert found["peak_bytes"] == ft.predict_memory(module, batch, device="cpu").peak_bytes
 
 
 @pytest.mark.slow

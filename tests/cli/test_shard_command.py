@@ -143,8 +143,8 @@ def test_any_number_of_devices_without_the_memory(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ([], "give either TARGET or --size"),
-        (["{module}:Net", "--size", "nano"], "give either TARGET or --size"),
+        ([], "give one of TARGET, --size and --hf"),
+        (["{module}:Net", "--size", "nano"], "give one of TARGET, --size and --hf"),
         (["{module}:Net", "--batch", "2"], "TARGET brings its own batch"),
         (["--size", "huge"], "size='huge'"),
         (["--size", "nano", "--batch", "0"], "batch=0"),
@@ -175,9 +175,22 @@ def test_bad_input_is_one_line(module, capsys, arguments, says):
 def test_what_must_be_given(capsys, missing):
     given = {"--size": "nano", "--devices": "8", "--memory": "24"}
     given.pop(missing)
-    with pytest.raises(SystemExit, match="2"):
-        main(["shard", *[word for pair in given.items() for word in pair]])
-    assert missing in capsys.readouterr().err
+    assert "--devices and --memory" in refusal(capsys, "shard", *[word for pair in given.items() for word in pair])
+
+
+def test_a_named_gpu_brings_its_number_and_its_memory(module, capsys):
+    arguments = [f"{module}:Net", "--arg", "width=32"]
+    assert chosen(capsys, *arguments, "--gpu", "h100x8") == chosen(
+        capsys, *arguments, "--devices", "8", "--memory", "80"
+    )
+    fewer = chosen(capsys, *arguments, "--gpu", "H100", "--devices", "2", "--memory", "8")
+    assert fewer == chosen(capsys, *arguments, "--devices", "2", "--memory", "8")
+
+
+def test_techniques_are_part_of_what_is_compared(capsys):
+    asked = ["--size", "nano", "--batch", "4", "--devices", "2", "--memory", "24"]
+    plain, recomputed = chosen(capsys, *asked), chosen(capsys, *asked, "--techniques", "ActivationCheckpointing")
+    assert at_peak(recomputed, "ddp")["activations"] < at_peak(plain, "ddp")["activations"] / 2
 
 
 def test_consolidate_refuses_what_is_no_checkpoint_in_one_line(tmp_path, capsys):

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_fasttrain.core.device import device_clock, return_unused_memory
 from lightning_fasttrain.core.host.lightning import list_callbacks, without_trainer
-from lightning_fasttrain.core.messages import FastTrainWarning, explain, log
+from lightning_fasttrain.core.messages import FastTrainWarning, explain, log, quiet_libraries
 from lightning_fasttrain.core.modules.wrapped_forward import patch, without_dropout
 from lightning_fasttrain.core.peak_memory import PeakMemory
 from lightning_fasttrain.technique import Technique
@@ -315,7 +315,7 @@ def quietly() -> Iterator[list[str]]:
     try:
         for logger in loggers:
             logger.setLevel(logging.ERROR)
-        with warnings.catch_warnings(record=True) as caught:
+        with quiet_libraries(), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("ignore")
             warnings.simplefilter("always", FastTrainWarning)
             try:
