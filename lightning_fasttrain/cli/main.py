@@ -177,6 +177,7 @@ COMMANDS = (
             *model_options("sequences of that GPT's batch; default: the size's own"),
             _techniques("those in use"),
             _PRECISION,
+            option("--all", action="store_true", help="print all, not the first ten"),
             _JSON,
         ],
         model_commands.list_unused,

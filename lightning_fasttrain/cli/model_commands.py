@@ -3,6 +3,7 @@
 import argparse
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,7 +82,7 @@ def list_unused(options: argparse.Namespace) -> None:
         module, batch = load_model_without_memory(options)
         techniques = techniques_named(options.techniques) or None
         report = why_not(module, batch, techniques, precision=options.precision)
-    show_report(report, options.json)
+    show_report(replace(report, most=None) if options.all else report, options.json)
 
 
 def compare_strategies(options: argparse.Namespace) -> None:

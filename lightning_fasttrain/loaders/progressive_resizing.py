@@ -21,6 +21,7 @@ from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.loaders.growth_schedule import GrowingBatches, Growth, grow_batches
 from lightning_fasttrain.micro_batching.normalizer.find_split import trial_step_of, trial_step_of_trainer
 from lightning_fasttrain.technique import Exactness
+from lightning_fasttrain.technique.declarations import Facts, why_no_images
 from lightning_fasttrain.technique.duration import LENGTHS, Length
 from lightning_fasttrain.trial.runs import Trial, loss_of
 from lightning_fasttrain.trial.sample_rows import Sample
@@ -218,6 +219,10 @@ class ProgressiveResizing(GrowingBatches):
         self.resize = resize or functools.partial(resize_images, grid=grid, targets=targets)
         self._sample: Any = None
         self._is_tried = False
+
+    @classmethod
+    def why_not(cls, facts: Facts) -> str | None:
+        return why_no_images(facts)
 
     def describe_effect(self, model: torch.nn.Module) -> str:
         growth = self.growth

@@ -12,6 +12,7 @@ from lightning_fasttrain.core.checks import PositiveInt, check_arguments
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.loaders.growth_schedule import GrowingBatches, Growth, grow_batches
 from lightning_fasttrain.technique import Exactness
+from lightning_fasttrain.technique.declarations import Facts
 from lightning_fasttrain.technique.duration import LENGTHS, Length
 
 _IDS = (torch.int64, torch.int32)
@@ -168,6 +169,10 @@ class SequenceLengthWarmup(GrowingBatches):
         if cut is not None and not callable(cut):
             raise TypeError(explain(f"cut={cut!r}", "expected a function of a batch and a length", "Give a function"))
         self.cut = cut or cut_sequences
+
+    @classmethod
+    def why_not(cls, facts: Facts) -> str | None:
+        return "images are no sequences" if facts.batch == "images" else None
 
     def describe_effect(self, model: nn.Module) -> str:
         growth = self.growth

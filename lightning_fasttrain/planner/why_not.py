@@ -1,7 +1,6 @@
 """Explain for each unused technique why it cannot act, or predict how much memory it would save."""
 
 import inspect
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_fasttrain.core.batch import kind_of_batch
 from lightning_fasttrain.core.checks import check_arguments, one_of
 from lightning_fasttrain.core.host.lightning import list_callbacks
 from lightning_fasttrain.core.messages import Report, ReportTable, describe_error, explain, format_bytes
@@ -25,7 +25,7 @@ from lightning_fasttrain.model import LowPrecisionProducts
 from lightning_fasttrain.model.kernels.low_precision_products import usual_kind
 from lightning_fasttrain.planner.candidates import known_techniques
 from lightning_fasttrain.proof.verification.short_run import quietly
-from lightning_fasttrain.technique import Technique, check_together
+from lightning_fasttrain.technique import Exactness, Technique, check_together
 from lightning_fasttrain.technique.declarations import (
     Facts,
     PredictedStep,
@@ -145,6 +145,8 @@ class Unused:
         when: when it pays in general.
         tried: the call whose memory was predicted; "" if none was.
         factor: predicted peak with the technique divided by that without; None if it was not predicted.
+        gain: the least factor that is expected, on memory as predicted, or on time until that is measured.
+        changes_training: whether it changes what is learned.
     """
 
     name: str
@@ -152,6 +154,8 @@ class Unused:
     when: str
     tried: str = ""
     factor: float | None = None
+    gain: float = 1.0
+    changes_training: bool = False
 
 
 @dataclass(frozen=True)
@@ -159,12 +163,14 @@ class UnusedReport(Report):
     """Techniques that are not in use; ``print`` shows a table.
 
     Args:
-        rows: first the techniques that may be worth trying, those that save most memory first; then the others.
+        rows: the techniques that may be worth trying, by expected gain, those that keep the training first; then those
+            that cannot act.
         used: names of the techniques in use.
         peak_bytes: predicted peak with the techniques in use; None if nothing was predicted.
         device: type of the device.
         precision: Lightning's name of the precision.
         notes: explanations of missing predictions.
+        most: rows of the table; None for all.
     """
 
     rows: tuple[Unused, ...]
@@ -173,6 +179,7 @@ class UnusedReport(Report):
     device: str
     precision: str
     notes: tuple[str, ...] = ()
+    most: int | None = 10
 
     def as_table(self) -> ReportTable:
         """Build the table of the memory with each technique, and of the reasons against it."""
@@ -182,8 +189,13 @@ class UnusedReport(Report):
         used = ", ".join(self.used) or "nothing"
         title = f"Not in use on {self.device}, {self.precision}; in use: {used}{peak}"
         columns = {"technique": "name", "peak": "number", "why not, or when it pays": "prose"}
-        table = ReportTable(title, columns, self.notes)
-        for row in self.rows:
+        left = 0 if self.most is None else max(0, len(self.rows) - self.most)
+        notes = [*self.notes]
+        if left:
+            idle = sum(row.why_not is not None for row in self.rows[-left:])
+            notes.append(f"{left} more, of which {idle} cannot act: see rows, or --all of the command.")
+        table = ReportTable(title, columns, notes)
+        for row in self.rows[: len(self.rows) - left]:
             factor = "" if row.factor is None else f"×{row.factor:.2f}"
             says, style = f"pays when {row.when}", ""
             if row.why_not is not None:
@@ -222,7 +234,8 @@ def why_not(
         precision: where there is no Trainer.
 
     Returns:
-        First what may be worth trying, by memory saved; print it for a table.
+        First what may be worth trying, what keeps the training before what changes it, by expected gain; its ``rows``
+        are all, and printed it shows ten.
 
     Raises:
         TypeError, ValueError: techniques that are none, or do not go together; an unknown precision; a model that
@@ -242,7 +255,7 @@ def why_not(
     with quietly():
         asker = _Asker(setup, batch, loss, optimizer)
         rows = [asker.ask(kind) for kind in known_techniques() if kind not in map(type, setup.techniques)]
-    rows.sort(key=lambda row: (row.why_not is not None, math.inf if row.factor is None else row.factor))
+    rows.sort(key=lambda row: (row.why_not is not None, row.changes_training, row.gain))
     used = tuple(type(technique).__name__ for technique in setup.techniques)
     padding = padding_of(setup.techniques)
     if batch is not None and padding is not None:
@@ -268,6 +281,8 @@ class _Asker:
         planned = PredictedStep(setup.precision, setup.predicted_device == "cuda")
         with fake_model(setup.module, find_with_surgery(setup.techniques, planned)) as copy:
             self.facts = _facts(setup, copy)
+        if batch is not None:
+            self.facts = replace(self.facts, batch=kind_of_batch(batch))
         if batch is None:
             return
         try:
@@ -276,7 +291,11 @@ class _Asker:
             self.notes.append(f"Nothing is predicted: {error}")
 
     def ask(self, kind: type[Technique]) -> Unused:
-        row = Unused(kind.__name__, kind.why_not(self.facts), kind.when)
+        costs = [setting.cost for setting in kind.worth_trying if setting.device in ("", self.facts.device)]
+        changes = kind.exactness is Exactness.CHANGES_TRAINING
+        row = Unused(
+            kind.__name__, kind.why_not(self.facts), kind.when, gain=min([1.0, *costs]), changes_training=changes
+        )
         if row.why_not is not None:
             return row
         try:
@@ -286,7 +305,8 @@ class _Asker:
             check_together([*self.setup.techniques, made], self._strategy)
             if self.peak_bytes is not None and self._changes_memory(made):
                 predicted = self.setup.predict(*self.step, [*self.setup.techniques, made])
-                return replace(row, tried=repr(made), factor=predicted.peak_bytes / self.peak_bytes)
+                factor = predicted.peak_bytes / self.peak_bytes
+                return replace(row, tried=repr(made), factor=factor, gain=min(row.gain, factor))
             if made.surgery is not None:
                 # Nothing is done with the copy: to operate on it shows whether the technique refuses.
                 with fake_model(self.setup.module, [made]):

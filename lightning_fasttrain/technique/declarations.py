@@ -165,6 +165,7 @@ class Facts:
         precision: as Lightning means it.
         accumulates: batches whose gradients are summed in a step.
         clips: how the Trainer clips gradients: ``"norm"``, ``"value"`` or ``"no"``.
+        batch: what a batch holds: ``"images"``, ``"tokens"`` or ``"other"``.
     """
 
     device: str
@@ -176,6 +177,12 @@ class Facts:
     precision: str | None = None
     accumulates: int | None = None
     clips: str | None = None
+    batch: str | None = None
+
+
+def why_no_images(facts: Facts) -> str | None:
+    """Return why a technique that acts on images cannot: the batch holds none. None if it does, or is unknown."""
+    return None if facts.batch in (None, "images") else "the batch holds no images"
 
 
 def why_no_blocks(facts: Facts) -> str | None:

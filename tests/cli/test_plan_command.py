@@ -22,7 +22,7 @@ def test_a_plan_is_printed_and_written(tmp_path, capsys):
 
 def test_bad_input_is_one_line(capsys):
     for arguments, words in (
-        ((), "give either TARGET or --size"),
+        ((), "give one of TARGET, --size and --hf"),
         (("--size", "nano", "--memory", "lots"), "memory_gib='lots'"),
         ((f"{__name__}:small", "--memory", "0.00001", "--device", "cuda", "--keep", "exact"), "too much"),
     ):

@@ -102,7 +102,7 @@ def test_a_script_as_it_is(tmp_path, capfd, monkeypatch):
 
 def test_bad_input_is_one_line(capsys):
     for arguments, words in (
-        ((), "give either TARGET or --size"),
+        ((), "give one of TARGET, --size and --hf"),
         (("--size", "nano", "--data", "a:B"), "--data names batches for TARGET"),
         (("--size", "nano"), "expected at least one technique to compare with the plain step"),
         (("--size", "nano", "--techniques", "LoRe"), "technique 'LoRe'"),

@@ -36,5 +36,5 @@ def test_a_number_of_devices_that_is_none_is_refused(text):
 
 
 def test_an_unknown_accelerator_lists_the_table():
-    with pytest.raises(ValueError, match=r"'H1000': it is not in the table\. Use B300, B200, H200.*or make an Accelerator"):
+    with pytest.raises(ValueError, match=r"'H1000': it is not in the table\. Use B300, B200.*or make an Accelerator"):
         find_accelerator("H1000")

@@ -2,13 +2,16 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.cli.main import main
+from lightning_fasttrain.core.batch import kind_of_batch
 from lightning_fasttrain.planner.candidates import known_techniques
+from lightning_fasttrain.technique.declarations import facts_of_machine
 from tests.support.nets import ShallowLM, lm_batches, trainer
 
 BATCH = lm_batches(1)[0]
@@ -26,8 +29,10 @@ def test_each_technique_is_in_use_or_has_a_row():
     assert found.used == ("MicroBatching", "ActivationCheckpointing")
     names = [row.name for row in found.rows]
     assert sorted([*names, *found.used]) == sorted(kind.__name__ for kind in known_techniques())
-    untried = [row.why_not is not None for row in found.rows]
-    assert untried == sorted(untried)  # what may be worth trying comes first
+    order = [(row.why_not is not None, row.changes_training, row.gain) for row in found.rows]
+    assert order == sorted(order)  # what may be worth trying comes first, and what keeps the training
+    assert len(found.as_table().rows) == 10
+    assert f"{len(names) - 10} more, of which" in str(found)
 
 
 def test_reasons_are_of_the_model_of_what_is_in_use_and_of_what_they_would_raise():
@@ -76,9 +81,30 @@ def test_what_changes_memory_is_predicted_beside_what_is_in_use():
         assert (row.tried, row.factor) == (repr(tried), expected)
     assert found.peak_bytes == plain
     assert rows["StepMeter"].factor is rows["CompileBlocks"].factor is None
-    factors = [row.factor for row in found.rows if row.factor is not None]
-    assert factors == sorted(factors)
+    keeping = [row.gain for row in found.rows if row.why_not is None and not row.changes_training]
+    assert keeping == sorted(keeping)
+    assert rows["MicroBatching"].gain == rows["MicroBatching"].factor < rows["CompileBlocks"].gain < 1
     assert "MicroBatching(n=4)" in str(found)
+
+
+IMAGES = [torch.zeros(2, 3, 8, 8), torch.zeros(2, dtype=torch.long)]
+ROWS = [torch.zeros(2, 3), torch.zeros(2)]
+
+
+@pytest.mark.parametrize(
+    ("batch", "idle"),
+    [
+        (BATCH, {"ChannelsLast", "ProgressiveResizing"}),
+        (IMAGES, {"SequenceLengthWarmup", "PaddingFree"}),
+        (ROWS, {"ChannelsLast", "ProgressiveResizing"}),
+        (None, set()),
+    ],
+    ids=["tokens", "images", "numbers", "unknown"],
+)
+def test_reasons_are_of_what_the_batch_holds(batch, idle):
+    facts = replace(facts_of_machine(), batch=None if batch is None else kind_of_batch(batch))
+    without = {kind for kind in known_techniques() if kind.why_not(facts_of_machine()) is None}
+    assert {kind.__name__ for kind in without if kind.why_not(facts) is not None} == idle
 
 
 def test_where_nothing_can_be_predicted_the_reasons_stand_alone():
@@ -118,13 +144,16 @@ def test_the_command_prints_a_table_or_json(capsys, tmp_path, monkeypatch):
     of_fused = next(row["why_not"] for row in found["rows"] if row["name"] == "FusedLossHead")
     assert ".sum of deferred logits" in of_fused  # the step's own loss is none that it knows
     assert main(arguments) == 0
-    assert "in use: MicroBatching" in capsys.readouterr().out
+    ten = capsys.readouterr().out
+    assert "in use: MicroBatching" in ten
+    assert main([*arguments, "--all"]) == 0
+    assert "GlobalBatch" in set(capsys.readouterr().out.split()) - set(ten.split())
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ([], "give either TARGET or --size"),
+        ([], "give one of TARGET, --size and --hf"),
         (["--size", "nano", "--techniques", "MicroBatching=2,OptimizerInBackward"], "each gradient is used and freed"),
         (["--size", "nano", "--precision", "fp7"], "precision='fp7'"),
     ],

@@ -10,8 +10,19 @@ from lightning_fasttrain.core.batch.leaves import (
     count_bytes,
     find_labels,
     is_integer,
+    kind_of_batch,
     loss_in,
     with_loss,
 )
 
-__all__ = ["LABELS", "batch_of", "count_batch", "count_bytes", "find_labels", "is_integer", "loss_in", "with_loss"]
+__all__ = [
+    "LABELS",
+    "batch_of",
+    "count_batch",
+    "count_bytes",
+    "find_labels",
+    "is_integer",
+    "kind_of_batch",
+    "loss_in",
+    "with_loss",
+]

@@ -178,6 +178,21 @@ def count_batch(batch: object) -> tuple[int, int]:
     return samples, 0
 
 
+def kind_of_batch(batch: object) -> str:
+    """Return what a batch holds: ``"images"``, real numbers of four axes or more; ``"tokens"``; or ``"other"``.
+
+    Example:
+        >>> import torch
+        >>> kind_of_batch([torch.zeros(2, 3, 8, 8), torch.zeros(2, 8, 8, dtype=torch.long)])
+        'images'
+        >>> kind_of_batch({"input_ids": torch.zeros(4, 128, dtype=torch.long)}), kind_of_batch(torch.zeros(4, 3))
+        ('tokens', 'other')
+    """
+    if any(tensor.ndim >= 4 and tensor.is_floating_point() for tensor in list_tensors(batch).values()):
+        return "images"
+    return "tokens" if count_batch(batch)[1] else "other"
+
+
 def count_bytes(batch: object) -> int:
     """The bytes of all tensors in a batch.
 

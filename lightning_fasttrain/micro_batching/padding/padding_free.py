@@ -172,7 +172,7 @@ class PaddingFree(Technique):
     def why_not(cls, facts: Facts) -> str | None:
         if facts.blocks == 0:
             return NO_BLOCKS
-        return None
+        return "images have no padding at the end of rows" if facts.batch == "images" else None
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
         if trainer.state.fn == "fit" and not pl_module.automatic_optimization:

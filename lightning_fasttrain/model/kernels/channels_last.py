@@ -16,6 +16,7 @@ from lightning_fasttrain.core.messages import explain, note_once, number_of
 from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, undo_all
 from lightning_fasttrain.technique import Conflict, Surgery, Technique
+from lightning_fasttrain.technique.declarations import Facts, why_no_images
 
 _FLATTENED = "sharded parameters are flattened, and lose their layout"
 _WAY_OUT = "Remove ChannelsLast, or train with DDP"
@@ -161,6 +162,10 @@ class ChannelsLast(Technique):
             Conflict(ModelParallelStrategy, _FLATTENED, _WAY_OUT),
             Conflict(DeepSpeedStrategy, _FLATTENED, _WAY_OUT),
         )
+
+    @classmethod
+    def why_not(cls, facts: Facts) -> str | None:
+        return why_no_images(facts)
 
     def apply(self, model: nn.Module) -> Undo:
         if not dict(_find_weights(model)):
