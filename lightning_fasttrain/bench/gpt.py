@@ -245,7 +245,7 @@ class Size:
     Args:
         model: the shape of the GPT.
         batch: sequences per optimizer step, each as long as the model's context.
-        tokens: ``"bytes"`` or ``"bpe"``, how text becomes token ids.
+        tokens: ``"bytes"``, ``"words"`` or ``"bpe"``, how text becomes token ids.
         steps: timed steps of a turn.
         micro_batches: parts that its batch is split into.
         minutes: that a ladder may take before it compares times in the fewest turns.
