@@ -34,11 +34,11 @@ FAILED = Row(error="boom")
 def test_the_ladder_has_the_documented_rungs_in_order():
     names = " ".join(rung.name for rung in rungs())
     assert names == (
-        "prefetch tf32 bf16 fused compile chunked-loss optimizer-in-backward micro-batches release cuda-graphs "
-        "selective checkpointing budget offload 8-bit bf16-alone"
+        "prefetch tf32 bf16 fused compile chunked-loss compiled-head optimizer-in-backward micro-batches release "
+        "cuda-graphs selective checkpointing budget offload 8-bit bf16-alone"
     )
-    free = [rung.name for rung in rungs() if rung.free]
-    assert free == ["prefetch", "tf32", "bf16", "fused", "compile", "optimizer-in-backward", "release", "cuda-graphs"]
+    trades = [rung.name for rung in rungs() if not rung.free]
+    assert trades[:5] == ["chunked-loss", "micro-batches", "selective", "checkpointing", "budget"]
 
 
 def test_every_rung_is_plain_json_and_names_callbacks_that_exist():
@@ -49,6 +49,14 @@ def test_every_rung_is_plain_json_and_names_callbacks_that_exist():
         assert len(callbacks_of(state)) == len(state["callbacks"])
     assert "OptimizerInBackward" not in state["callbacks"]
     assert len(state["callbacks"]) == 8
+
+
+def test_cuda_graphs_replay_what_is_compiled_below():
+    named = {rung.name: rung for rung in rungs()}
+    below = Row(state=named["compiled-head"].on(Row(state=NAIVE)))
+    state = named["cuda-graphs"].on(below)
+    assert state["callbacks"] == {"CompileBlocks": {"head": True, "mode": "reduce-overhead"}}
+    assert named["offload"].on(Row(state=state))["callbacks"]["CompileBlocks"] == {"head": True}
 
 
 @pytest.mark.parametrize("arguments", [{"mode": "reduce-overhead"}, {"mode": "default"}, {}])

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,12 @@ from lightning_fasttrain.core.atomic_write import write_atomic
 _BLACK, _ORANGE, _VERMILION, _BLUE = "#000000", "#E69F00", "#D55E00", "#0072B2"
 _LOOKS = {"naive": ("s", _BLACK), "strong": ("D", _ORANGE), "compiled": ("D", _VERMILION), "stack": ("o", _BLUE)}
 _GREY = "#767676"
+_SIDES = ((8, "left"), (-8, "right"), (21, "left"), (-21, "right"))
 Dot = tuple[float, float]  # ms per step, MiB
 Label = tuple[Dot, str, bool]  # with its text, and whether it is small
-# Where a label may stand: distance from its dot in points, and the side of the text that is nearest to it.
-_PLACES = [(9, 0, "left", "center"), (0, 10, "center", "bottom"), (-9, 0, "right", "center"), (0, -10, "center", "top")]
-_PLACES += [(8 * x, 9 * y, "left" if x > 0 else "right", "center") for y in (1, -1, 2, -2, 4, -4) for x in (1, -1)]
-_PLACES += [(7 * x, 9 * y, "left" if x > 0 else "right", "center") for y in (6, -6, 8, -8, 10) for x in (1, 3, -1, -3)]
+# Where a label may stand: its distance from the dot in points, and the side of the text that is nearest to the dot.
+_BESIDE = [(9, 0, "left", "center"), (0, 10, "center", "bottom"), (-9, 0, "right", "center"), (0, -10, "center", "top")]
+_FURTHER = [(x, y, side, "center") for y in (9, -9, 18, -18, 36, -36, 54, -54, 72) for x, side in _SIDES]
 
 
 def save_picture(ladder: Climbed, path: str | Path) -> Path | None:
@@ -60,9 +61,9 @@ def save_picture(ladder: Climbed, path: str | Path) -> Path | None:
     for place, (_, look, _) in zip(places, labelled, strict=True):
         marker, colour = _LOOKS[look]
         axes.scatter(*place, s=60, marker=marker, color=colour, edgecolors="white", zorder=3)
-    axes.set_xlim(0, 1.12 * max(ms for ms, _ in dots))
+    axes.set_xlim(0, 1.12 * max(map(itemgetter(0), dots)))
     axes.set_yscale("log")
-    axes.set_ylim(0.6 * min(mib for _, mib in dots), 1.9 * max(mib for _, mib in dots))
+    axes.set_ylim(0.6 * min(map(itemgetter(1), dots)), 1.9 * max(map(itemgetter(1), dots)))
     labels = [(place, text, False) for place, (_, _, text) in zip(places, labelled, strict=True)]
     carried = [(place, row.title, True) for place, row in zip(other_places, others, strict=True) if row.carried]
     axes.legend(loc="upper left", frameon=False, fontsize=9)
@@ -107,14 +108,13 @@ def _labelled_states(ladder: Climbed) -> Iterator[tuple[Row, str, str]]:
 
 
 def _write_labels(canvas: Any, axes: Any, labels: list[Label], dots: list[Dot]) -> None:
-    """Write each label beside its dot where it covers no dot and no other label; small ones only if there is room."""
+    """Write each label where it covers no dot and no other label; small ones only if that is beside their dot."""
     canvas.draw()  # sizes of texts and axes are known after it
     taken, written = axes.transData.transform(dots), []
     for dot, text, is_small in labels:
-        look = {"fontsize": 10, "linespacing": 1.1, "color": _BLACK}
+        look, places = {"fontsize": 10, "color": _BLACK, "linespacing": 1.1}, _BESIDE + _FURTHER
         if is_small:
-            look.update(fontsize=8, color=_GREY)
-        places = _PLACES[:4] if is_small else _PLACES
+            look, places = {"fontsize": 8, "color": _GREY}, _BESIDE
         for x, y, horizontal, vertical in places:
             label = axes.annotate(text, dot, (x, y), textcoords="offset points", ha=horizontal, va=vertical, **look)
             box = label.get_window_extent(canvas.get_renderer()).padded(3)

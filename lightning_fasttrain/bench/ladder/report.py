@@ -70,7 +70,8 @@ def as_table_of_finals(ladder: Climbed) -> ReportTable | None:
     meanings = "; ".join(f"{name}: {ran[name].title}" for name in bases)
     notes = [f"{meanings}. {CLOCKS[ladder.clock]}. ×: times as fast, ± an interval of 95%. ÷: times less memory."]
     table = ReportTable("the stacks and the baselines, run in turn", {"state": "name", **columns}, notes)
-    named = [(name, name) for name in bases] + [(stacks, top["name"]) for stacks, top in name_stacks(ladder)]
+    named = [(name, name) for name in bases]
+    named += [(stacks, top["name"]) for stacks, top in name_stacks(ladder)]
     for shown, name in named:
         row = ran[name]
         cells = {"state": shown, "ms/step": four_digits(row.step_ms), "peak MiB": four_digits(row.peak_mib)}
@@ -175,13 +176,11 @@ def _cells(row: Row, naive: Row) -> dict[str, str]:
     }
     if row.error is not None:
         return {**cells, "× below": "failed"}
-    return {
-        **cells,
-        "× below": speed_of(ratio_of(row)) if row.ratio else "",
-        "peak MiB": four_digits(row.peak_mib),
-        "÷ naive": f"{naive.peak_mib / row.peak_mib:.2f}",
-        "max |Δloss|": "" if row.max_loss_delta is None else f"{row.max_loss_delta:.0e}",
-    }
+    if row.ratio:
+        cells["× below"] = speed_of(ratio_of(row))
+    if row.max_loss_delta is not None:
+        cells["max |Δloss|"] = f"{row.max_loss_delta:.0e}"
+    return {**cells, "peak MiB": four_digits(row.peak_mib), "÷ naive": f"{naive.peak_mib / row.peak_mib:.2f}"}
 
 
 def speed_of(time: Ratio) -> str:
@@ -211,7 +210,7 @@ def summary(ladder: Climbed, width: int) -> str:
     parts: list[str] = []
     for name, top in name_stacks(ladder):
         parts += [*wrap(_describe_top(name, top), width), top["code"], ""]
-    notes = [_describe_limit(ladder)] if ladder.tops else ["Too little was measured for a stack."]
+    notes = [describe_limit(ladder)] if ladder.tops else ["Too little was measured for a stack."]
     rows = [*ladder.rungs, *ladder.padded, *ladder.finals]
     rows += [ladder.bare_loop] if ladder.bare_loop else []
     disturbed = list(dict.fromkeys(row.title for row in rows if row.disturbed_cores))
@@ -235,7 +234,7 @@ def _describe_top(name: str, top: dict[str, Any]) -> str:
     return f"{name}, up to “{top['title']}”: {'; '.join(against)}."
 
 
-def _describe_limit(ladder: Climbed) -> str:
+def describe_limit(ladder: Climbed) -> str:
     """Describe what the fast stack's matrix products take of its step; empty if they were not run."""
     ran = {row.name: row for row in ladder.finals if row.error is None}
     if "fast" not in ladder.tops or "products" not in ran:

@@ -219,7 +219,7 @@ class _Climb:
         naive, *rows = self.result.rungs
         if naive.error is not None:
             return
-        running = [self._go_on(self.naive)]
+        running = [self._measure_again(self.naive)]
         if STRONG in self.ladder.baselines:
             for rung in strong_baselines(self.ladder.mixed):
                 running.append(self._start(_new_row(rung, rung.on(naive), rung.exactness)))
@@ -227,17 +227,19 @@ class _Climb:
             running.append(self._start(replace(alone, host=PRODUCTS)))
         limit_mib = min(one.row.peak_mib for one in running if one.row.name != PRODUCTS and one.row.error is None)
         for row in _choose_candidates(naive, rows, limit_mib):
-            running.append(self._go_on(self.top) if row is self.top.row else self._start(_again(row)))
+            is_running = row is self.top.row
+            running.append(self._measure_again(self.top) if is_running else self._start(_again(row)))
         finals = [one.row for one in running]
         self.turns.take_rounds(running, lambda: _are_known(finals))
         for row in finals:
-            row.max_loss_delta = loss_parity(row, finals[0]) if row.host != PRODUCTS else None
+            if row.host != PRODUCTS:
+                row.max_loss_delta = loss_parity(row, finals[0])
         self.result.finals = finals
         if finals[0].error is None:
             self.result.tops = describe_stacks(finals)
 
-    def _go_on(self, one: Running) -> Running:
-        """Return the process of a row for a new one, whose turns are those of the last comparison."""
+    def _measure_again(self, one: Running) -> Running:
+        """Return the process of a row with a new row, whose turns are those of the last comparison."""
         return Running(_again(one.row), one.worker)
 
     def _climb(self, rung: Rung) -> Row:
@@ -311,7 +313,8 @@ def _choose_candidates(naive: Row, rows: list[Row], limit_mib: float) -> list[Ro
     stacks = choose_stacks(naive, rows, limit_mib)
     second = [row for row in rows if row is not stacks.get("fast")]
     chosen = [*stacks.values(), *choose_stacks(naive, second, limit_mib).values()]
-    return [row for row in rows if any(row is one for one in chosen)]
+    names = {row.name for row in chosen}
+    return [row for row in rows if row.name in names]
 
 
 def _are_known(finals: list[Row]) -> bool:

@@ -66,7 +66,7 @@ def rungs(micro_batches: int = 4, mixed: str | None = None) -> tuple[Rung, ...]:
     prefetch: State = {"callbacks": {"DevicePrefetch": {}}, "loop": {"print_loss": False, "pin_memory": True}}
     # Gradients cannot be summed by an optimizer in the backward.
     in_parts: State = {"callbacks": {"MicroBatching": {"n": n}, "OptimizerInBackward": None}}
-    graphs: State = {"callbacks": {"CompileBlocks": {"mode": "reduce-overhead"}}}
+    compiled_head: State = {"callbacks": {"CompileBlocks": {"head": True}}}
     by_chance: State = {"trainer": {"precision": "bf16-true"}, "optimizer": {"name": "adamw", "updates": "stochastic"}}
     changes, tolerance, compiled = Exactness.CHANGES_TRAINING, Exactness.TOLERANCE, CompileBlocks.exactness
     tf32: State = {"callbacks": {"MatmulPrecision": {"precision": "tf32"}}}
@@ -79,11 +79,12 @@ def rungs(micro_batches: int = 4, mixed: str | None = None) -> tuple[Rung, ...]:
         Rung("compile", "compiled blocks", {"callbacks": {"CompileBlocks": {}}}, compiled, free=True),
         # Faster where logits are large and costly to store, slower elsewhere: so it is judged as a trade.
         Rung("chunked-loss", "fused loss head", {"callbacks": {"FusedLossHead": {"head": "gpt.head"}}}),
+        Rung("compiled-head", "head compiled too", compiled_head, compiled, free=True),
         Rung("optimizer-in-backward", "optimizer in backward", {"callbacks": {"OptimizerInBackward": {}}}, free=True),
         Rung("micro-batches", f"micro-batches ×{n}", in_parts),
         Rung("release", "gradients None early", {"callbacks": {"EagerGradientRelease": {}}}, free=True),
         # A device waits for the host in micro-batches, not on the unsplit batch.
-        Rung("cuda-graphs", "CUDA graphs", graphs, compiled, needs="cuda", free=True),
+        Rung("cuda-graphs", "CUDA graphs", _replay_graphs, compiled, needs="cuda", free=True),
         Rung("selective", "selective checkpointing", _checkpoint_by({"SelectiveOps": {}})),
         Rung("checkpointing", "activation checkpointing", _checkpoint_by({"EveryBlock": {}})),
         Rung("budget", "same peak, less recomputed", _budget),
@@ -98,11 +99,18 @@ def _checkpoint_by(policy: Mapping[str, object]) -> State:
     return {"callbacks": {"ActivationCheckpointing": {"policy": policy}}}
 
 
+def _replay_graphs(below: Row) -> State:
+    """Return compiled blocks as below, replayed as CUDA graphs."""
+    arguments = below.state["callbacks"].get("CompileBlocks", {})
+    return {"callbacks": {"CompileBlocks": {**arguments, "mode": "reduce-overhead"}}}
+
+
 def _offload(below: Row) -> State:
     """Return offloaded activations, without CUDA graphs, whose memory cannot be offloaded."""
     callbacks: dict[str, object] = {"ActivationOffload": {}}
-    if below.state["callbacks"].get("CompileBlocks", {}).get("mode") == "reduce-overhead":
-        callbacks["CompileBlocks"] = {}
+    arguments = below.state["callbacks"].get("CompileBlocks", {})
+    if arguments.get("mode") == "reduce-overhead":
+        callbacks["CompileBlocks"] = {name: value for name, value in arguments.items() if name != "mode"}
     return {"callbacks": callbacks}
 
 
