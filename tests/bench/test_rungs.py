@@ -9,8 +9,8 @@ from lightning_fasttrain.bench.ladder.results import (
     Row,
     choose_stacks,
     judge,
-    judge_by_memory,
     judge_row,
+    judge_undecided,
     loss_parity,
     refuse_non_finite,
 )
@@ -183,12 +183,17 @@ def test_a_free_rung_is_carried_only_if_it_costs_no_time(now, carried):
     assert judge_row(replace(now, free=True), naive, naive)[0] is carried
 
 
+def test_where_the_time_of_a_free_rung_is_not_decided_the_estimate_decides():
+    for now, carried in [(known(92, 800, 0.1), True), (known(99, 800, 0.1), False), (known(108, 640, 0.1), False)]:
+        assert judge_undecided(replace(now, free=True), row(100, 800))[0] is carried
+
+
 def test_where_time_is_not_decided_a_clear_saving_of_memory_decides():
     below = row(100, 800)
-    assert judge_by_memory(known(80, 800, 0.3), below)[0] is False
-    assert judge_by_memory(known(110, 788, 0.2), below)[0] is False  # 1.5% of memory, for perhaps a third more time
-    assert judge_by_memory(known(150, 520, 0.1), below)[0] is False  # certainly slower, and perhaps not worth it
-    carried, says = judge_by_memory(known(103, 720, 0.2), below)
+    assert judge_undecided(known(80, 800, 0.3), below)[0] is False
+    assert judge_undecided(known(110, 788, 0.2), below)[0] is False  # 1.5% of memory, for perhaps a third more time
+    assert judge_undecided(known(150, 520, 0.1), below)[0] is False  # certainly slower, and perhaps not worth it
+    carried, says = judge_undecided(known(103, 720, 0.2), below)
     assert carried
     assert says == "Needs 10% less memory; its time, ×0.82 to ×1.24, is not decided."
 

@@ -143,10 +143,11 @@ class Climbed:
 
     @classmethod
     def _from_json(cls, values: dict[str, Any]) -> Self:
-        runs = {name: list(map(Row.read, values.get(name, []))) for name in ("rungs", "padded", "finals")}
+        runs = {name: list(map(Row.read, values.get(name, []))) for name in ("padded", "finals")}
+        runs["rungs"] = list(map(Row.read, values["rungs"]))
         bare_loop = values["bare_loop"] and Row.read(values["bare_loop"])
-        tops = dict(values["tops"]) if runs["finals"] else {}  # those of earlier versions were measured otherwise
-        return cls(**{**_known_of(cls, values), **runs, "bare_loop": bare_loop, "tops": tops})
+        tops = values["tops"] if runs["finals"] else {}  # those of earlier versions were measured otherwise
+        return cls(**{**_known_of(cls, values), **runs, "bare_loop": bare_loop, "tops": dict(tops)})
 
 
 def _known_of(kind: type, values: Mapping[str, object]) -> dict[str, Any]:
@@ -254,18 +255,22 @@ def judge_row(row: Row, below: Row, naive: Row) -> tuple[bool | None, str]:
     return carried, f"{needs}."
 
 
-def judge_by_memory(row: Row, below: Row) -> tuple[bool, str]:
-    """Decide by memory alone, if the time was not decided; a rung that is certainly slower is left out.
+def judge_undecided(row: Row, below: Row) -> tuple[bool, str]:
+    """Decide where the time was not decided: a trade by memory alone, what is free by the estimate.
+
+    A rung that is certainly slower is left out. Little is lost by a free one that does nothing.
 
     Example:
-        >>> judge_by_memory(Row(peak_mib=720, ratio=[0.9, 1.1, 1.3]), Row(peak_mib=800))
+        >>> judge_undecided(Row(peak_mib=720, ratio=[0.9, 1.1, 1.3]), Row(peak_mib=800))
         (True, 'Needs 10% less memory; its time, ×0.90 to ×1.30, is not decided.')
-        >>> judge_by_memory(Row(peak_mib=520, ratio=[1.4, 1.5, 1.6]), Row(peak_mib=800))
+        >>> judge_undecided(Row(peak_mib=520, ratio=[1.4, 1.5, 1.6]), Row(peak_mib=800))
         (False, 'Needs 1.5 times less memory; its time, ×1.40 to ×1.60, is not decided: not carried.')
     """
     time, memory = ratio_of(row), _ignore_small(MEMORY_WORTH, row.peak_mib / below.peak_mib)
     # What the next rungs need of naive's time is not spent on what may not be worth it.
     carried = memory <= 1 - CLEAR_SAVING and time.low <= 1 + TIME_WORTH
+    if row.free:
+        carried = time.value * memory <= 1 - TIME_WORTH and time.value <= 1 + TIME_WORTH
     between = f"×{time.low:.2f} to ×{time.high:.2f}"
     sentence = f"Needs {_more_or_less(memory, 'memory')}; its time, {between}, is not decided"
     return carried, f"{sentence}." if carried else f"{sentence}: not carried."

@@ -25,8 +25,8 @@ from lightning_fasttrain.bench.ladder.results import (
     choose_stacks,
     compare_in_turn,
     describe,
-    judge_by_memory,
     judge_row,
+    judge_undecided,
     loss_parity,
     ratio_of,
     trainer_verdict,
@@ -251,7 +251,7 @@ class _Climb:
         self.turns.compare(rising, below, lambda: judge_row(row, below.row, naive)[0] is not None)
         row.carried, row.verdict = judge_row(row, below.row, naive)
         if row.carried is None:
-            row.carried, row.verdict = judge_by_memory(row, below.row)
+            row.carried, row.verdict = judge_undecided(row, below.row)
         if self.ladder.each:
             # On top of naive alone this very run was the one on top of the ladder.
             # A copy of it, as a row that holds itself could not be written as JSON.
