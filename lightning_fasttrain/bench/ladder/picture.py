@@ -1,12 +1,15 @@
 """Draw a ladder: time against peak memory, a dot for each state."""
 
+import itertools
 from collections.abc import Iterator
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from lightning_fasttrain.bench.ladder.report import CLOCKS, name_machine, name_stacks
+import numpy as np
+
+from lightning_fasttrain.bench.ladder.report import CLOCKS, describe_baseline, name_machine, name_stacks
 from lightning_fasttrain.bench.ladder.results import BASELINES, Climbed, Row, finished_rows
 from lightning_fasttrain.core.atomic_write import write_atomic
 
@@ -18,7 +21,7 @@ _SIDES = ((8, "left"), (-8, "right"), (21, "left"), (-21, "right"))
 Dot = tuple[float, float]  # ms per step, MiB
 Label = tuple[Dot, str, bool]  # with its text, and whether it is small
 # Where a label may stand: its distance from the dot in points, and the side of the text that is nearest to the dot.
-_BESIDE = [(9, 0, "left", "center"), (0, 10, "center", "bottom"), (-9, 0, "right", "center"), (0, -10, "center", "top")]
+_BESIDE = [(9, 0, "left", "center"), (-9, 0, "right", "center"), (0, 10, "center", "bottom"), (0, -10, "center", "top")]
 _FURTHER = [(x, y, side, "center") for y in (9, -9, 18, -18, 36, -36, 54, -54, 72) for x, side in _SIDES]
 
 
@@ -55,7 +58,8 @@ def save_picture(ladder: Climbed, path: str | Path) -> Path | None:
     canvas = FigureCanvasAgg(figure)
     axes = figure.subplots()
     line = {"color": _GREY, "linewidth": 1.2, "label": "frontier", "zorder": 1}
-    axes.plot(*zip(*find_frontier(dots), strict=True), **line)
+    frontier = find_frontier(dots)
+    axes.plot(*zip(*frontier, strict=True), **line)
     ring = {"s": 16, "color": "white", "edgecolors": _GREY, "label": "a state of the climb", "zorder": 2}
     axes.scatter(*zip(*dots, strict=True), **ring)
     for place, (_, look, _) in zip(places, labelled, strict=True):
@@ -78,7 +82,7 @@ def save_picture(ladder: Climbed, path: str | Path) -> Path | None:
     model = ladder.model
     shape = f"A GPT of {model['layers']} blocks × {model['width']}, vocabulary {model['vocabulary']:,}"
     axes.set_title(f"{shape}, on {name_machine(ladder)}", fontsize=11, loc="left")
-    _write_labels(canvas, axes, [*labels, *carried], dots)
+    _write_labels(canvas, axes, [*labels, *carried], dots, frontier)
     return write_atomic(path, partial(figure.savefig, format="png", dpi=200))
 
 
@@ -102,15 +106,21 @@ def _labelled_states(ladder: Climbed) -> Iterator[tuple[Row, str, str]]:
     ran.setdefault("naive", ladder.rungs[0])
     for name in BASELINES:
         if name in ran:
-            yield ran[name], name, f"{name}: {ran[name].title}"
+            yield ran[name], name, describe_baseline(ran[name])
     for stacks, top in name_stacks(ladder):
-        yield ran[top["name"]], "stack", f"{stacks}\n×{top['speedup']:.2f} as fast, ÷{top['memory_ratio']:.1f} memory"
+        yield (
+            ran[top["name"]],
+            "stack",
+            f"{stacks}\n×{top['speedup']:.2f} as fast as naive, ÷{top['memory_ratio']:.1f} memory",
+        )
 
 
-def _write_labels(canvas: Any, axes: Any, labels: list[Label], dots: list[Dot]) -> None:
-    """Write each label where it covers no dot and no other label; small ones only if that is beside their dot."""
+def _write_labels(canvas: Any, axes: Any, labels: list[Label], dots: list[Dot], line: list[Dot]) -> None:
+    """Write each label where it covers no dot, no line and no label; small ones only if that is beside their dot."""
     canvas.draw()  # sizes of texts and axes are known after it
-    taken, written = axes.transData.transform(dots), []
+    corners = axes.transData.transform(line)
+    on_line = [np.linspace(start, end, 50) for start, end in itertools.pairwise(corners)]
+    taken, written = np.concatenate([axes.transData.transform(dots), *on_line]), []
     for dot, text, is_small in labels:
         look, places = {"fontsize": 10, "color": _BLACK, "linespacing": 1.1}, _BESIDE + _FURTHER
         if is_small:

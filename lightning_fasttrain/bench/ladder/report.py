@@ -15,7 +15,6 @@ from lightning_fasttrain.planner.timing import Ratio
 _COLUMNS = {
     "rung": "name",
     **dict.fromkeys(("× below", "peak MiB", "÷ naive", "max |Δloss|"), "number"),
-    "exactness": "name",
     "on this device": "prose",
 }
 CLOCKS = {
@@ -33,14 +32,17 @@ def as_table(ladder: Climbed) -> ReportTable:
     """
     naive, model = ladder.rungs[0], ladder.model
     title = f"{model['size']} · {model['tokens_per_step']:,} tokens/step · {name_machine(ladder)}"
-    notes = ["(rung): not carried. × below: times as fast as the state below. ÷ naive: times less memory than naive."]
+    notes = [
+        "(rung): not carried. × below: times as fast as the state below, run in turn with it. ÷ naive: times less "
+        "memory than the naive loop. max |Δloss|: of any step, from its loss."
+    ]
     if ladder.padded:
         notes.append("Padded texts are compared with each other.")
     table = ReportTable(title, _COLUMNS, notes)
     for row in ladder.rungs:
         _add(table, _cells(row, naive))
     for one in ladder.skipped:
-        _add(table, {"rung": one["title"], "on this device": "skipped"})
+        _add(table, {"rung": one["title"], "on this device": f"skipped: {one['reason']}"})
     for rows, base in (([ladder.bare_loop], naive), (ladder.padded, next(iter(ladder.padded), naive))):
         ran = [row for row in rows if row is not None]
         if ran:
@@ -67,7 +69,7 @@ def as_table_of_finals(ladder: Climbed) -> ReportTable | None:
     ran = {row.name: row for row in ladder.finals if row.error is None}
     bases = [name for name in BASELINES if name in ran]
     columns = dict.fromkeys(("ms/step", "peak MiB", "÷ naive", *(f"× {name}" for name in bases)), "number")
-    meanings = "; ".join(f"{name}: {ran[name].title}" for name in bases)
+    meanings = "; ".join(describe_baseline(ran[name]) for name in bases)
     notes = [f"{meanings}. {CLOCKS[ladder.clock]}. ×: times as fast, ± an interval of 95%. ÷: times less memory."]
     table = ReportTable("the stacks and the baselines, run in turn", {"state": "name", **columns}, notes)
     named = [(name, name) for name in bases]
@@ -107,6 +109,11 @@ def name_machine(ladder: Climbed) -> str:
     """Return the GPU, or the processor and its cores."""
     machine = ladder.hardware
     return machine["gpu"] or f"{machine['cpu']}, {machine['cores']} cores"
+
+
+def describe_baseline(row: Row) -> str:
+    """Return what a baseline is called, and what it is."""
+    return row.title if row.name == "naive" else f"{row.name}: {row.title}"
 
 
 def as_line(row: Row) -> str:
@@ -171,7 +178,6 @@ def _cells(row: Row, naive: Row) -> dict[str, str]:
     in_chain = row.carried or row.host == "bare" or row.name in ("padded", "trimmed")
     cells = {
         "rung": row.title if in_chain else f"({row.title})",
-        "exactness": row.exactness.value.replace("_", " "),
         "on this device": row.verdict,
     }
     if row.error is not None:
@@ -213,14 +219,11 @@ def summary(ladder: Climbed, width: int) -> str:
     notes = [describe_limit(ladder)] if ladder.tops else ["Too little was measured for a stack."]
     rows = [*ladder.rungs, *ladder.padded, *ladder.finals]
     rows += [ladder.bare_loop] if ladder.bare_loop else []
-    disturbed = list(dict.fromkeys(row.title for row in rows if row.disturbed_cores))
-    if disturbed:
-        notes.append(
-            f"Other processes were at work during {len(disturbed)} of these runs ({', '.join(disturbed)}): their "
-            "intervals are wider for it."
-        )
+    cores = [row.disturbed_cores for row in rows if row.disturbed_cores]
+    if cores:
+        others = f"Other processes kept up to {max(cores):.1f} cores busy"
+        notes.append(f"{others} during {len(cores)} of {len(rows)} runs: their intervals are wider for it.")
     notes += [f"Failed: {row.title}: {row.error.rstrip('.')}." for row in rows if row.error is not None]
-    notes += [f"Skipped: {one['title']}: {one['reason']}." for one in ladder.skipped]
     for note in filter(None, notes):
         parts += wrap(note, width)
     return "\n".join(parts)
@@ -241,4 +244,7 @@ def describe_limit(ladder: Climbed) -> str:
         return ""
     share = compare_in_turn(ran["products"], ran[ladder.tops["fast"]["name"]])
     interval = f"{share.value:.0%} ±{share.value * share.plus_minus:.0%}"
-    return f"The matrix products and the attention of a step alone take {interval} of the fast stack's time."
+    return (
+        f"The matrix products and the attention of a step alone take {interval} of the fast stack's time: no training "
+        f"with them could be over {1 / share.value:.2f} times as fast."
+    )
