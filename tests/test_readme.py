@@ -44,9 +44,9 @@ def describe_ladder(ladder):
     fast, balanced, lean = (ladder.tops[name] for name in ("fast", "balanced", "lean"))
     compiled = fast["against"]["compiled"]
     return (
-        f"the fast one is {fast['speedup']:.1f} times as fast as the naive loop in {fast['memory_ratio']:.1f} times less "
-        f"memory, and {compiled['speedup']:.2f} times as fast as `torch.compile` with bf16 in "
-        f"{compiled['memory_ratio']:.1f} times less; the balanced one is {balanced['speedup']:.1f} times as fast as naive "
+        f"the fast one is {fast['speedup']:.1f} times as fast as the naive loop in {fast['memory_ratio']:.1f} times "
+        f"less memory, {compiled['speedup']:.2f} times as fast as `torch.compile` with bf16 in "
+        f"{compiled['memory_ratio']:.1f} times less; the balanced one {balanced['speedup']:.1f} times as fast as naive "
         f"in {balanced['memory_ratio']:.1f} times less, the lean one {lean['speedup']:.1f} times in "
         f"{lean['memory_ratio']:.1f} times less."
     )
