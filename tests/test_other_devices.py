@@ -11,7 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 import lightning_fasttrain as ft
 from lightning_fasttrain.bench.ladder.preflight import _why_not as why_not
 from lightning_fasttrain.bench.ladder.results import Row
-from lightning_fasttrain.bench.ladder.rungs import NAIVE, rungs, strong_baseline
+from lightning_fasttrain.bench.ladder.rungs import NAIVE, rungs, strong_baselines
 from lightning_fasttrain.cli.doctor import examine
 from lightning_fasttrain.core.device import fast_mixed_precision, is_out_of_memory
 from lightning_fasttrain.core.state import values
@@ -227,7 +227,8 @@ def test_the_ladder_climbs_in_the_mixed_precision_of_the_device(mixed):
     by_name = {rung.name: rung for rung in rungs(4, mixed)}
     expected = mixed or "bf16-mixed"
     assert by_name["bf16"].on(naive)["trainer"] == {"precision": expected}
-    assert strong_baseline(mixed).on(naive)["trainer"] == {"precision": mixed or "32-true"}
+    for strong in strong_baselines(mixed):
+        assert strong.on(naive)["trainer"] == {"precision": mixed or "32-true"}
     missing = {name for name, rung in by_name.items() if why_not(rung, "cuda", mixed)}
     assert {"bf16", "bf16-alone"} & missing == {None: {"bf16", "bf16-alone"}, "16-mixed": {"bf16-alone"}}.get(
         mixed, set()

@@ -3,7 +3,7 @@
     python examples/gpu/parity.py naive|top [--ladder ladder.json] [--steps 1000] [--out RESULT.json]
 
 Both begin with the same weights and see the same batches in the same order, with AdamW at the same rate. The top is
-the fastest of the ladder given with --ladder that halves memory; else what is stated here as DEFAULT_TOP.
+the fast stack of the ladder given with --ladder; else what is stated here as DEFAULT_TOP.
 """
 
 import argparse
@@ -39,9 +39,9 @@ def top_of(ladder_file):
     """The state of the ladder's top, and where it is from."""
     top = None
     if ladder_file is not None and ladder_file.exists():
-        top = json.loads(ladder_file.read_text())["tops"]["fastest"]
+        top = json.loads(ladder_file.read_text())["tops"].get("fast")
     if top is None:
-        return DEFAULT_TOP, "the default: no ladder was given, or none of its rungs halves memory"
+        return DEFAULT_TOP, "the default: no ladder was given, or it has no fast stack"
     return top["state"], f"the ladder's rung {top['name']}"
 
 

@@ -245,7 +245,7 @@ class Size:
     Args:
         model: the shape of the GPT.
         batch: sequences per optimizer step, each as long as the model's context.
-        tokens: ``"bytes"`` or ``"bpe"``, how text becomes token ids.
+        tokens: ``"bytes"``, ``"words"`` or ``"bpe"``, how text becomes token ids.
         steps: timed steps of a turn.
         micro_batches: parts that its batch is split into.
         minutes: that a ladder may take before it compares times in the fewest turns.
@@ -268,8 +268,14 @@ SIZES = {
     # For a CPU: few parameters and many tokens, so that memory is activations, as it is in a real run on a GPU.
     "nano": Size(GPTConfig(context=256, layers=6, heads=4, width=128), batch=32, steps=2, micro_batches=16),
     "tiny": Size(GPTConfig(context=512, layers=4, heads=4, width=256), batch=32, steps=1, micro_batches=16),
-    # The default: products wide enough that they take most of the time, and a run within six minutes on two cores.
-    "mini": Size(GPTConfig(context=256, layers=3, heads=4, width=192), batch=48, steps=1, micro_batches=16),
+    # The default: a vocabulary whose logits matter as they do in life, and a run within six minutes on two cores.
+    "mini": Size(
+        GPTConfig(vocabulary=8192, context=256, layers=3, heads=4, width=192),
+        batch=32,
+        tokens="words",
+        steps=1,
+        micro_batches=16,
+    ),
     "gpt2-small": _gpt2(layers=12, width=768, heads=12),
     "gpt2-medium": _gpt2(layers=24, width=1024, heads=16),
     "gpt2-xl": _gpt2(layers=48, width=1600, heads=25),

@@ -3,7 +3,9 @@
 import itertools
 import math
 import os
+import re
 import sysconfig
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -88,7 +90,8 @@ def encode_text(data: bytes, tokens: str, vocabulary: int) -> np.ndarray:
 
     Args:
         data: UTF-8 bytes.
-        tokens: ``"bytes"``: each byte is a token id; ``"bpe"``: a byte-pair encoding trained on ``data`` itself.
+        tokens: ``"bytes"``: each byte is a token id; ``"words"``: the most frequent words, spaces and signs of ``data``
+            are, and the last id is for all others; ``"bpe"``: a byte-pair encoding trained on ``data`` itself.
         vocabulary: the model's number of tokens; the encoding uses at most so many.
 
     Returns:
@@ -101,15 +104,22 @@ def encode_text(data: bytes, tokens: str, vocabulary: int) -> np.ndarray:
     Example:
         >>> encode_text(b"abc", "bytes", 256).tolist()
         [97, 98, 99]
+        >>> encode_text(b"to be or not to be", "words", 256)[:5].tolist()
+        [1, 0, 2, 0, 3]
 
     Source:
         BPE: Sennrich et al. 2016, https://arxiv.org/abs/1508.07909, on bytes as in GPT-2; trained by `tokenizers`.
     """
-    one_of("tokens", tokens, ("bytes", "bpe"))
+    one_of("tokens", tokens, ("bytes", "words", "bpe"))
     if vocabulary < 256:
         raise ValueError(explain(f"vocabulary={vocabulary}", "a byte has 256 values", "Use vocabulary=256 or more"))
     if tokens == "bytes":
         return np.frombuffer(data, dtype=np.uint8)
+    if tokens == "words":
+        words = re.findall(rb"\w+|\s+|[^\w\s]", data)
+        frequent = Counter(words).most_common(vocabulary - 1)
+        ids = {word: number for number, (word, _) in enumerate(frequent)}
+        return np.fromiter((ids.get(word, vocabulary - 1) for word in words), dtype=np.int32, count=len(words))
     lines = data.decode("utf-8", errors="replace").splitlines(keepends=True)
     bpe = require("tokenizers", extra="finetune").ByteLevelBPETokenizer()
     bpe.train_from_iterator(lines, vocab_size=vocabulary, min_frequency=2, show_progress=False)

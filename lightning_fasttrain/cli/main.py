@@ -45,8 +45,8 @@ COMMANDS = (
             option("--rungs", metavar="A,B,C", help="only these, a wrong name lists them; default: all"),
         ],
         tool_commands.climb_ladder,
-        "Train a reference GPT on real text, with one optimisation after the other; print a table, write ladder.json "
-        "and ladder.png.",
+        "Train a reference GPT on real text, with one optimisation after the other; then run the fastest, the leanest "
+        "and a balanced state in turn with strong baselines. Print tables and code, write ladder.json and ladder.png.",
     ),
     Command(
         "memory",

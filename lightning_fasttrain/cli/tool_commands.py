@@ -12,7 +12,7 @@ def climb_ladder(options: argparse.Namespace) -> int:
     """Run ``fasttrain ladder``: what each technique gains on this machine."""
     from rich.console import Console
 
-    from lightning_fasttrain.bench.ladder import preflight, report, run_ladder
+    from lightning_fasttrain.bench.ladder import picture, preflight, report, run_ladder
     from lightning_fasttrain.core.messages import output_width, wrap
 
     width = output_width()
@@ -40,17 +40,15 @@ def climb_ladder(options: argparse.Namespace) -> int:
     # The ladder was interrupted before its first rung was done.
     if not result.rungs:
         return INTERRUPTED
-    for table in filter(None, [report.as_table(result), report.as_table_of_each(result)]):
+    tables = report.as_table(result), report.as_table_of_each(result), report.as_table_of_finals(result)
+    for table in filter(None, tables):
         print()
         table.print()
-    print()
-    for line in report.summary(result).splitlines():
-        # Code is to be pasted as it is.
-        print(line if line.startswith(" ") else "\n".join(wrap(line, width)))
-    picture = report.save_picture(result, prepared.out / "ladder.png")
-    written = filter(None, [prepared.out / "ladder.json", picture])
+    print(f"\n{report.summary(result, width)}")
+    drawn = picture.save_picture(result, prepared.out / "ladder.png")
+    written = filter(None, [prepared.out / "ladder.json", drawn])
     print(f"Written: {', '.join(map(str, written))}")
-    if picture is None:
+    if drawn is None:
         print("No picture: matplotlib is missing. pip install 'lightning-fasttrain[plots]'")
     if result.interrupted:
         raise CommandError("interrupted; what was measured is kept", INTERRUPTED)

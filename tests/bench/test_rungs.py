@@ -2,23 +2,22 @@ import importlib
 import json
 from dataclasses import replace
 
+import lightning as L
 import pytest
 
 from lightning_fasttrain.bench.ladder.results import (
     Row,
-    fastest_with_half_the_memory,
+    choose_stacks,
     judge,
-    judge_by_memory,
     judge_row,
-    leanest_in_time,
+    judge_undecided,
     loss_parity,
     refuse_non_finite,
 )
 from lightning_fasttrain.bench.ladder.run_ladder import as_code
-from lightning_fasttrain.bench.ladder.rungs import NAIVE, choose_rungs, on_top_of, padded_rungs, rungs, strong_baseline
+from lightning_fasttrain.bench.ladder.rungs import NAIVE, choose_rungs, on_top_of, padded_rungs, rungs, strong_baselines
 from lightning_fasttrain.bench.ladder.turns import without_paths
 from lightning_fasttrain.bench.ladder.worker import callbacks_of
-from lightning_fasttrain.model.compile.compile_blocks import MODES
 from lightning_fasttrain.planner.timing import Ratio
 from lightning_fasttrain.technique import Exactness
 from lightning_fasttrain.technique.declarations import least_exact
@@ -35,9 +34,11 @@ FAILED = Row(error="boom")
 def test_the_ladder_has_the_documented_rungs_in_order():
     names = " ".join(rung.name for rung in rungs())
     assert names == (
-        "prefetch tf32 bf16 fused optimizer-in-backward micro-batches release compile cuda-graphs "
-        "chunked-loss selective checkpointing budget offload max-autotune 8-bit bf16-alone"
+        "prefetch tf32 bf16 fused compile chunked-loss compiled-head optimizer-in-backward micro-batches release "
+        "cuda-graphs selective checkpointing budget offload 8-bit bf16-alone"
     )
+    trades = [rung.name for rung in rungs() if not rung.free]
+    assert trades[:5] == ["chunked-loss", "micro-batches", "selective", "checkpointing", "budget"]
 
 
 def test_every_rung_is_plain_json_and_names_callbacks_that_exist():
@@ -50,6 +51,14 @@ def test_every_rung_is_plain_json_and_names_callbacks_that_exist():
     assert len(state["callbacks"]) == 8
 
 
+def test_cuda_graphs_replay_what_is_compiled_below():
+    named = {rung.name: rung for rung in rungs()}
+    below = Row(state=named["compiled-head"].on(Row(state=NAIVE)))
+    state = named["cuda-graphs"].on(below)
+    assert state["callbacks"] == {"CompileBlocks": {"head": True, "mode": "reduce-overhead"}}
+    assert named["offload"].on(Row(state=state))["callbacks"]["CompileBlocks"] == {"head": True}
+
+
 @pytest.mark.parametrize("arguments", [{"mode": "reduce-overhead"}, {"mode": "default"}, {}])
 def test_offloaded_activations_take_the_place_of_cuda_graphs(arguments):
     offload = {rung.name: rung for rung in rungs()}["offload"]
@@ -58,13 +67,6 @@ def test_offloaded_activations_take_the_place_of_cuda_graphs(arguments):
     assert set(state["callbacks"]) == {"ActivationOffload", "CompileBlocks"}
     assert compiled.mode == "default"  # graphs keep saved tensors in their own memory
     assert set(offload.on(Row(state=NAIVE))["callbacks"]) == {"ActivationOffload"}
-
-
-@pytest.mark.parametrize(("mode", "tuned"), [("reduce-overhead", "max-autotune"), ("default", MODES[-1])])
-def test_kernels_are_tuned_in_cuda_graphs_where_the_state_below_has_them(mode, tuned):
-    below = Row(state={**NAIVE, "callbacks": {"CompileBlocks": {"mode": mode}}})
-    rung = {rung.name: rung for rung in rungs()}["max-autotune"]
-    assert rung.on(below)["callbacks"] == {"CompileBlocks": {"mode": tuned}}
 
 
 def test_a_policy_is_made_from_its_name():
@@ -109,12 +111,12 @@ def test_unknown_rungs_are_refused_with_the_known_ones():
         choose_rungs(rungs(), ["bf16", "warp"])
 
 
-def test_the_strong_baseline_takes_bf16_where_it_is_fast():
-    naive = Row(state=NAIVE)
-    assert strong_baseline("bf16-mixed").on(naive)["trainer"] == {"precision": "bf16-mixed"}
-    plain = strong_baseline(None).on(naive)
-    assert plain["trainer"] == {"precision": "32-true"}
-    assert plain["optimizer"] == {"fused": True}
+@pytest.mark.parametrize("mixed", ["bf16-mixed", None])
+def test_the_strong_baselines_take_bf16_where_it_is_fast(mixed):
+    strong, compiled = (rung.on(Row(state=NAIVE)) for rung in strong_baselines(mixed))
+    assert strong["trainer"] == {"precision": mixed or "32-true"}
+    assert strong["optimizer"] == {"fused": True}
+    assert compiled == on_top_of(strong, {"loop": {"compile": {}}})
 
 
 def known(step_ms, peak_mib, share=0.01, base_ms=100):
@@ -166,12 +168,32 @@ def test_the_interval_decides_and_leaves_open_what_it_spans(time, memory, carrie
     assert judge(time, memory) is carried
 
 
+@pytest.mark.parametrize(
+    ("now", "carried"),
+    [
+        (known(95, 700), True),
+        (known(102, 700, 0.005), True),
+        (known(102, 700, 0.05), None),  # another turn may show whether it costs time
+        (known(110, 400), False),  # a good trade, and not free
+        (known(80, 820), True),  # graphs have memory of their own
+    ],
+)
+def test_a_free_rung_is_carried_only_if_it_costs_no_time(now, carried):
+    naive = row(100, 800)
+    assert judge_row(replace(now, free=True), naive, naive)[0] is carried
+
+
+def test_where_the_time_of_a_free_rung_is_not_decided_the_estimate_decides():
+    for now, carried in [(known(92, 800, 0.1), True), (known(99, 800, 0.1), False), (known(108, 640, 0.1), False)]:
+        assert judge_undecided(replace(now, free=True), row(100, 800))[0] is carried
+
+
 def test_where_time_is_not_decided_a_clear_saving_of_memory_decides():
     below = row(100, 800)
-    assert judge_by_memory(known(80, 800, 0.3), below)[0] is False
-    assert judge_by_memory(known(110, 788, 0.2), below)[0] is False  # 1.5% of memory, for perhaps a third more time
-    assert judge_by_memory(known(150, 520, 0.1), below)[0] is False  # certainly slower, and perhaps not worth it
-    carried, says = judge_by_memory(known(103, 720, 0.2), below)
+    assert judge_undecided(known(80, 800, 0.3), below)[0] is False
+    assert judge_undecided(known(110, 788, 0.2), below)[0] is False  # 1.5% of memory, for perhaps a third more time
+    assert judge_undecided(known(150, 520, 0.1), below)[0] is False  # certainly slower, and perhaps not worth it
+    carried, says = judge_undecided(known(103, 720, 0.2), below)
     assert carried
     assert says == "Needs 10% less memory; its time, ×0.82 to ×1.24, is not decided."
 
@@ -183,27 +205,23 @@ def test_padded_texts_are_run_in_the_same_micro_batches_with_and_without_padding
     assert without.on(Row(state=below)) == {**below, "callbacks": {"MicroBatching": {"n": 4}}}
 
 
-def test_the_two_tops_of_a_ladder():
+def test_the_three_stacks_of_a_ladder():
     naive = row(100, 800)
-    assert fastest_with_half_the_memory([naive, row(60, 500), row(90, 401)], 0.0) is None
-    rows = [naive, row(60, 500), FAILED, row(90, 400), row(140, 50), row(149, 50.1), row(160, 20)]
-    assert fastest_with_half_the_memory(rows, 0.0) is rows[3]
-    assert leanest_in_time(rows, 0.0) is rows[4]
-    assert leanest_in_time([*rows, row(139, 50)], 0.03) is rows[4]  # no faster, and with more techniques
-    assert leanest_in_time([*rows, row(120, 50)], 0.03).step_ms == 120
-    assert fastest_with_half_the_memory([FAILED, row(1, 1)], 0.0) is None
-    assert leanest_in_time([naive], 0.0) is None
-    assert leanest_in_time([naive, row(90, naive.peak_mib * 0.999)], 0.0) is None  # faster, but no leaner
+    rows = [row(60, 500), FAILED, row(90, 400), row(140, 50), row(149, 50.1), row(160, 20)]  # 20 take too long
+    assert choose_stacks(naive, rows, 450) == {"fast": rows[2], "balanced": rows[0], "lean": rows[3]}
+    assert choose_stacks(naive, rows, 500)["fast"] is rows[0]
+    assert choose_stacks(naive, [*rows, row(60, 500)], 500)["fast"] is rows[0]  # no faster, with more techniques
+    assert choose_stacks(FAILED, [row(1, 1)], 500) == choose_stacks(naive, [], 500) == {}
+    assert "fast" not in choose_stacks(naive, rows[:1], 400)
 
 
-def test_the_code_to_paste_makes_the_callbacks_that_were_measured():
-    import lightning_fasttrain as ft
-
+def test_the_code_to_paste_makes_the_callbacks_that_were_measured(monkeypatch):
     state = NAIVE
+    monkeypatch.setattr(L, "Trainer", dict)
     for rung in rungs():
         state = rung.on(Row(state=state, peak_mib=512.0))
         made: dict = {}
-        exec(as_code(state).replace("L.Trainer(", "dict("), {"ft": ft}, made)
+        exec(as_code(state), made)
         pasted, measured = made["trainer"].get("callbacks", []), callbacks_of(state)
         assert [type(callback) for callback in pasted] == [type(callback) for callback in measured]
         assert [settings_of(callback) for callback in pasted] == [settings_of(callback) for callback in measured]
@@ -222,8 +240,7 @@ def test_what_changes_training_is_shown_and_never_carried():
     naive = row(100, 800)
     says = "Needs 8.0 times less memory and 2.0 times less time, and changes training: not carried."
     assert judge_row(changed, naive, naive) == (False, says)
-    assert fastest_with_half_the_memory([naive, changed], 0.0) is None
-    assert leanest_in_time([naive, changed], 0.0) is None
+    assert choose_stacks(naive, [changed], 800) == {}
 
 
 def test_nothing_is_carried_onto_a_failed_baseline():

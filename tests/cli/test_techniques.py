@@ -56,7 +56,7 @@ def test_each_technique_has_a_card_whose_code_runs(technique, capsys):
 def test_a_card_names_both_sides_of_a_conflict_and_what_was_measured(capsys):
     assert main(["techniques", "MicroBatching"]) == 0
     said = capsys.readouterr().out
-    assert "≈0.97 ×0.14 (time, peak memory) in the ladder, 2 CPU cores" in said
+    assert re.search(r"[×≈][\d.]+ ×0\.\d\d \(time, peak memory\) in the ladder, 2 CPU cores", said)
     assert "OptimizerInBackward: each gradient is used" in said
     assert main(["techniques", "ActivationOffload"]) == 0
     assert "CompileBlocks: CUDA graphs" in capsys.readouterr().out

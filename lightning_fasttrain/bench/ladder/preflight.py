@@ -66,8 +66,8 @@ def prepare(
         attention: ``"sdpa"`` or ``"naive"``, in every rung.
         batch: sequences per step; the size's own number by default.
         micro_batches: parts that the rung of micro-batches splits a batch into; the size's own number by default.
-        names: the rungs to run; all by default. ``strong``, ``bare-loop`` and ``padded``, two rows on texts of
-            different lengths, are names too; naive always runs.
+        names: the rungs to run; all by default. ``strong``, the two strong baselines, ``bare-loop``, and ``padded``,
+            two rows on texts of different lengths that run only if named, are names too; naive always runs.
         ladder: number of micro-batches, mixed precision of the device → the rungs to choose from.
         turns: the most turns in which a rung and the state below it are run to compare their times.
         minutes: after which a comparison ends after the fewest turns; the size's own number by default.
@@ -96,7 +96,8 @@ def prepare(
             skipped.append({"name": rung.name, "title": rung.title, "reason": reason})
         else:
             runnable.append(rung)
-    baselines = tuple(name for name in (STRONG, BARE, PADDED) if names is None or name in names)
+    asked = (STRONG, BARE) if names is None else names
+    baselines = tuple(name for name in (STRONG, BARE, PADDED) if name in asked)
     folder = writable_folder(out)
     tokens = encode_text(read_text(text), resized.tokens, resized.model.vocabulary)
     check_enough(tokens, resized.batch, resized.model.context)

@@ -1,98 +1,134 @@
-"""Show a ladder: lines while it runs, a table in the terminal, a picture in a file."""
+"""Show a ladder: lines while it runs, and tables and code in the terminal."""
 
 import math
-import textwrap
 from collections.abc import Mapping
-from functools import partial
-from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from lightning_fasttrain.bench.ladder.results import TIME_WORTH, Climbed, Row, error_of_product
-from lightning_fasttrain.core.atomic_write import write_atomic
+from lightning_fasttrain.bench.ladder.results import BASELINES, Climbed, Row, compare_in_turn, ratio_of
 from lightning_fasttrain.core.messages import ReportTable, wrap
+from lightning_fasttrain.planner.timing import Ratio
 
 # Heading → kind of the column; a narrow terminal has the last ones below their row.
 _COLUMNS = {
     "rung": "name",
-    **dict.fromkeys(("ms/step", "× naive", "peak MiB", "÷ naive", "max |Δloss|"), "number"),
-    "exactness": "name",
-    **dict.fromkeys(("× strong", "÷ strong", "loss"), "number"),
+    **dict.fromkeys(("× below", "peak MiB", "÷ naive", "max |Δloss|"), "number"),
     "on this device": "prose",
 }
-_CLOCKS = {
+CLOCKS = {
     "processor": "ms/step: processor time, summed over the cores",
     "device": "ms/step: by events of the GPU",
     "wall": "ms/step: by the clock",
 }
-_OF_EACH = ("rung", "ms/step", "× naive", "peak MiB", "÷ naive", "max |Δloss|", "on this device")
 
 
 def as_table(ladder: Climbed) -> ReportTable:
-    """Return the ladder as a table, compared with both baselines.
+    """Return the climb as a table: each rung beside the state that it was run in turn with.
 
     Args:
         ladder: what ``ladder.json`` holds.
     """
-    naive, strong = ladder.rungs[0], ladder.strong or Row()
-    model = ladder.model
-    title = f"{model['size']} · {model['tokens_per_step']:,} tokens/step · {_name_machine(ladder)}"
+    naive, model = ladder.rungs[0], ladder.model
+    title = f"{model['size']} · {model['tokens_per_step']:,} tokens/step · {name_machine(ladder)}"
     notes = [
-        f"(rung): not carried. {_CLOCKS[ladder.clock]}. ×: times as fast, ÷: times less memory, than that baseline."
+        "(rung): not carried. × below: times as fast as the state below, run in turn with it. ÷ naive: times less "
+        "memory than the naive loop. max |Δloss|: of any step, from its loss."
     ]
     if ladder.padded:
         notes.append("Padded texts are compared with each other.")
     table = ReportTable(title, _COLUMNS, notes)
     for row in ladder.rungs:
-        _add(table, _cells(row, naive, strong))
+        _add(table, _cells(row, naive))
     for one in ladder.skipped:
-        _add(table, {"rung": one["title"], "on this device": "skipped"})
-    padded = next(iter(ladder.padded), naive)
-    for rows, base, other in ((ladder.baselines, naive, strong), (ladder.padded, padded, Row())):
-        if rows:
+        _add(table, {"rung": one["title"], "on this device": f"skipped: {one['reason']}"})
+    for rows, base in (([ladder.bare_loop], naive), (ladder.padded, next(iter(ladder.padded), naive))):
+        ran = [row for row in rows if row is not None]
+        if ran:
             table.add_section()
-        for row in rows:
-            _add(table, _cells(row, base, other))
+        for row in ran:
+            _add(table, _cells(row, base))
     return table
 
 
 def as_table_of_each(ladder: Climbed) -> ReportTable | None:
     """Return a table of each rung alone on top of naive; None if they were not run."""
-    table = ReportTable("each rung alone, on top of naive", {name: _COLUMNS[name] for name in _OF_EACH})
+    table = ReportTable("each rung alone, on top of naive", _COLUMNS)
     for row in ladder.rungs:
         if row.alone is not None:
-            cells = _cells(row.alone, ladder.rungs[0], Row())
+            cells = _cells(row.alone, ladder.rungs[0])
             _add(table, {**cells, "rung": row.title, "on this device": row.alone.error or ""})
     return table if table.rows else None
 
 
+def as_table_of_finals(ladder: Climbed) -> ReportTable | None:
+    """Return a table of the stacks and the baselines, each ratio of which is from the same turns, if they were run."""
+    if not ladder.tops:
+        return None
+    ran = {row.name: row for row in ladder.finals if row.error is None}
+    bases = [name for name in BASELINES if name in ran]
+    columns = dict.fromkeys(("ms/step", "peak MiB", "÷ naive", *(f"× {name}" for name in bases)), "number")
+    meanings = "; ".join(describe_baseline(ran[name]) for name in bases)
+    notes = [f"{meanings}. {CLOCKS[ladder.clock]}. ×: times as fast, ± an interval of 95%. ÷: times less memory."]
+    table = ReportTable("the stacks and the baselines, run in turn", {"state": "name", **columns}, notes)
+    named = [(name, name) for name in bases]
+    named += [(stacks, top["name"]) for stacks, top in name_stacks(ladder)]
+    for shown, name in named:
+        row = ran[name]
+        cells = {"state": shown, "ms/step": four_digits(row.step_ms), "peak MiB": four_digits(row.peak_mib)}
+        cells["÷ naive"] = f"{ran['naive'].peak_mib / row.peak_mib:.1f}"
+        # A baseline is compared with the weaker ones.
+        for base in bases[: bases.index(name)] if name in bases else bases:
+            cells[f"× {base}"] = speed_of(compare_in_turn(row, ran[base]))
+        table.add(*(cells.get(column, "") for column in table.headings))
+    return table
+
+
+def name_stacks(ladder: Climbed) -> list[tuple[str, dict[str, Any]]]:
+    """Return the stacks with their names; of a state that is the best for several purposes, all of them.
+
+    Example:
+        >>> lean = {"name": "micro-batches"}
+        >>> tops = {"fast": {"name": "bf16"}, "balanced": lean, "lean": lean}
+        >>> [name for name, _ in name_stacks(Climbed({}, {}, "", "", {}, [], {}, tops=tops))]
+        ['fast', 'balanced and lean']
+    """
+    names: dict[str, list[str]] = {}
+    for stack, top in ladder.tops.items():
+        names.setdefault(top["name"], []).append(stack)
+    return [(" and ".join(stacks), ladder.tops[stacks[0]]) for stacks in names.values()]
+
+
 def _add(table: ReportTable, cells: Mapping[str, str]) -> None:
-    style = "dim" if cells["rung"].startswith("(") or "ms/step" not in cells else ""
+    style = "dim" if cells["rung"].startswith("(") or "peak MiB" not in cells else ""
     table.add(*(cells.get(name, "") for name in table.headings), style=style)
 
 
-def _name_machine(ladder: Climbed) -> str:
+def name_machine(ladder: Climbed) -> str:
+    """Return the GPU, or the processor and its cores."""
     machine = ladder.hardware
     return machine["gpu"] or f"{machine['cpu']}, {machine['cores']} cores"
 
 
-def as_line(row: Row, naive: Row) -> str:
-    """Describe a finished rung in one line.
+def describe_baseline(row: Row) -> str:
+    """Return what a baseline is called, and what it is."""
+    return row.title if row.name == "naive" else f"{row.name}: {row.title}"
+
+
+def as_line(row: Row) -> str:
+    """Describe a finished row in one line.
 
     Example:
-        >>> half = Row(title="bf16 mixed", step_ms=50, peak_mib=800, plus_minus=0.02, verdict="Needs less.")
-        >>> as_line(half, Row(step_ms=100, peak_mib=800))
-        'bf16 mixed: 50.00 ms (×2.00 ±0.04), 800.0 MiB (÷1.00). Needs less.'
+        >>> as_line(Row(title="bf16 mixed", peak_mib=800, ratio=[0.48, 0.5, 0.52], compared="naive", verdict="Less."))
+        'bf16 mixed: 800.0 MiB, 2.00 ±0.08 times as fast as naive. Less.'
     """
     if row.error is not None:
         return f"{row.title}: failed: {row.error}"
-    time = f"{_four_digits(row.step_ms)} ms (×{_speed_and_error(naive, row)})"
-    memory = f"{_four_digits(row.peak_mib)} MiB (÷{ratio(naive.peak_mib, row.peak_mib)})"
-    return f"{row.title}: {time}, {memory}. {row.verdict}".rstrip()
+    time = f"{four_digits(row.step_ms)} ms/step"
+    if row.compared:
+        time = f"{speed_of(ratio_of(row))} times as fast as {row.compared}"
+    return f"{row.title}: {four_digits(row.peak_mib)} MiB, {time}. {row.verdict}".rstrip()
 
 
 class Live:
@@ -100,7 +136,7 @@ class Live:
 
     Args:
         console: where to.
-        rows: number of rungs and baselines.
+        rows: number of rows of the climb.
     """
 
     def __init__(self, console: Console, rows: int) -> None:
@@ -108,7 +144,6 @@ class Live:
         self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
         self._console = console
         self._task = self._bar.add_task("", total=rows)
-        self._naive: Row | None = None
 
     def __enter__(self) -> "Live":
         self._bar.start()
@@ -118,16 +153,14 @@ class Live:
         self._bar.stop()
 
     def progress(self, title: str, message: Mapping[str, object]) -> None:
-        """Show a message of a worker, or of the ladder, whose phases are ``"start"`` and ``"turn"``."""
+        """Show a message of a worker, or of the ladder, whose phases are ``"start"``, ``"turn"``, ``"round"``."""
         if message["phase"] != "timed":  # a turn of which is named already
             self._bar.update(self._task, description=f"{title}: {message['phase']} {message.get('step', '')}")
 
     def row(self, row: Row) -> None:
         """Print the line of a finished rung, and its notes."""
         self._bar.advance(self._task)
-        if row.name == "naive" or (row.name == "padded" and self._naive):
-            self._naive = row
-        self._say(as_line(row, self._naive or row))
+        self._say(as_line(row))
         notes = list(row.notes)
         if row.disturbed_cores:
             notes.append(f"other processes kept up to {row.disturbed_cores:.1f} cores busy")
@@ -140,166 +173,78 @@ class Live:
         self._console.file.flush()
 
 
-def _cells(row: Row, naive: Row, strong: Row) -> dict[str, str]:
+def _cells(row: Row, naive: Row) -> dict[str, str]:
     """Return column → text; columns for which a failed rung has no value are missing."""
-    in_chain = row.carried or row.host == "bare" or row.name in ("strong", "padded", "trimmed")
+    in_chain = row.carried or row.host == "bare" or row.name in ("padded", "trimmed")
     cells = {
         "rung": row.title if in_chain else f"({row.title})",
-        "exactness": row.exactness.value.replace("_", " "),
         "on this device": row.verdict,
     }
     if row.error is not None:
-        return {**cells, "ms/step": "failed"}
-    delta = row.max_loss_delta
-    return {
-        **cells,
-        "ms/step": _four_digits(row.step_ms),
-        "× naive": _speed_and_error(naive, row),
-        "× strong": _speed_and_error(strong, row),
-        "peak MiB": _four_digits(row.peak_mib),
-        "÷ naive": ratio(naive.peak_mib, row.peak_mib),
-        "÷ strong": ratio(strong.peak_mib, row.peak_mib),
-        "loss": f"{row.loss:.4f}",
-        "max |Δloss|": "–" if delta is None else f"{delta:.1e}",
-    }
+        return {**cells, "× below": "failed"}
+    if row.ratio:
+        cells["× below"] = speed_of(ratio_of(row))
+    if row.max_loss_delta is not None:
+        cells["max |Δloss|"] = f"{row.max_loss_delta:.0e}"
+    return {**cells, "peak MiB": four_digits(row.peak_mib), "÷ naive": f"{naive.peak_mib / row.peak_mib:.2f}"}
 
 
-def _speed_and_error(base: Row, row: Row) -> str:
-    """Format how many times as fast a row is as ``base``, with the half-width of the interval of 95%."""
-    speed = ratio(base.step_ms, row.step_ms)
-    error = error_of_product(base, row)
-    if base is row or not error or speed == "–":
-        return speed
-    return f"{speed} ±{base.step_ms / row.step_ms * error:.2f}"
+def speed_of(time: Ratio) -> str:
+    """Format how many times as fast a state is as another, by the ratio of their times.
+
+    Example:
+        >>> speed_of(Ratio(0.5, 0.49, 0.51)), speed_of(Ratio(0.8, 0.0, math.inf))
+        ('2.00 ±0.04', '1.25')
+    """
+    speed = 1 / time.value
+    return f"{speed:.2f} ±{speed * time.plus_minus:.2f}" if math.isfinite(time.high) else f"{speed:.2f}"
 
 
-def _four_digits(number: float) -> str:
+def four_digits(number: float) -> str:
     """Format so that quotients of printed numbers are those of the measured ones, also of very short steps."""
     decimals = sum(number < limit for limit in (10, 100, 1000))
     return f"{number:,.{decimals}f}"
 
 
-def ratio(base: float, value: float) -> str:
-    """Format how many times smaller ``value`` is than ``base``; a dash where one of them was not measured.
-
-    Example:
-        >>> ratio(300.0, 200.0), ratio(300.0, math.nan)
-        ('1.50', '–')
-    """
-    found = base / value  # NaN where either failed
-    return "–" if math.isnan(found) else f"{found:.2f}"
-
-
-def summary(ladder: Climbed) -> str:
-    """Describe the two best rungs, each with its code, and the failures and disturbances of this run."""
-    tops, noise = ladder.tops, ladder.noise["time"] or 0.0
-    parts = [
-        _top_in_words("Fastest with half of naive's memory", tops["fastest"], ladder, noise),
-        _top_in_words("Leanest within 1.5 times naive's time", tops["leanest"], ladder, noise),
-    ]
-    parts = list(filter(None, parts)) or ["No rung takes half of naive's memory."]
-    if ladder.noise["time"]:
-        parts.append(f"A rung's time is known to ±{noise:.0%} of that of the rung below, in the median.")
-    rows = (*ladder.rungs, *ladder.baselines, *ladder.padded)
-    disturbed = [row.title for row in rows if row.disturbed_cores]
-    if disturbed:
-        parts.append(
-            f"Other processes were at work during {len(disturbed)} of these runs ({', '.join(disturbed)}): their "
-            "intervals are wider for it."
-        )
-    parts += [f"Failed: {row.title}: {row.error.rstrip('.')}." for row in rows if row.error is not None]
-    parts += [f"Skipped: {one['title']}: {one['reason']}." for one in ladder.skipped]
-    return "\n".join(parts)
-
-
-def _top_in_words(what: str, top: dict[str, Any] | None, ladder: Climbed, noise: float) -> str:
-    if top is None:
-        return ""
-    naive, strong = ladder.rungs[0], ladder.strong
-    how = "once more in turn with naive" if top["again"] else "by the rungs' ratios"
-    text = f"{what}, up to “{top['title']}”: {_speed(top['speedup'], top['plus_minus'], noise)}"
-    text += f", in {top['memory_ratio']:.1f} times less memory"
-    text += f" ({_four_digits(top['step_ms'])} ms, {how}, {_four_digits(naive.step_ms)} ms)"
-    if strong and strong.error is None:
-        speedup, memory_ratio = strong.step_ms / top["step_ms"], strong.peak_mib / top["peak_mib"]
-        share = math.hypot(strong.plus_minus, top["plus_minus"])
-        text += f"; against the strong baseline {_speed(speedup, share, noise)}"
-        text += f", in {memory_ratio:.1f} times less ({_four_digits(strong.step_ms)} ms)"
-    return text + "\n" + textwrap.indent(top["code"], "    ")
-
-
-def _speed(speedup: float, share: float, noise: float) -> str:
-    """Describe a speedup whose interval is ``share`` of it, or, where that is unknown, ``noise``."""
-    factor = f"{speedup:.2f}"
-    if share:
-        factor += f" ±{speedup * share:.2f}"
-    if abs(1 / speedup - 1) <= max(TIME_WORTH, share or noise):
-        return f"about as fast (×{factor})"
-    if speedup > 1:
-        return f"{factor} times as fast"
-    return f"slower (×{factor})"
-
-
-def save_picture(ladder: Climbed, path: str | Path) -> Path | None:
-    """Draw ms/step and peak MiB of every rung as bars, naive on top.
+def summary(ladder: Climbed, width: int) -> str:
+    """Describe the stacks, each with its code, and the failures and disturbances of this run.
 
     Args:
         ladder: what ``ladder.json`` holds.
-        path: of the PNG.
-
-    Returns:
-        The path, or None if matplotlib is not installed (extra ``plots``).
+        width: of the terminal; code is not wrapped, since it is to be pasted.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        return None
-    rows = ladder.rungs
-    figure = Figure(figsize=(12, 1.7 + 0.46 * len(rows)), layout="constrained")
-    left, right = figure.subplots(1, 2, sharey=True)
-    _bars(left, rows, "step_ms", _CLOCKS[ladder.clock].replace("ms/step", "ms per step"), "#3b6ea8", ladder.strong)
-    _bars(right, rows, "peak_mib", "peak MiB", "#c4703c", ladder.strong)
-    left.set_yticks(range(len(rows)), [row.title for row in rows])
-    left.invert_yaxis()  # matplotlib counts from the bottom
-    model = ladder.model
-    shape = f"{model['size']}: {model['layers']} blocks × {model['width']}"
-    figure.suptitle(f"{shape}, {model['tokens_per_step']:,} tokens a step, on {_name_machine(ladder)}", fontsize=11)
-    return write_atomic(path, partial(figure.savefig, format="png", dpi=150))
+    parts: list[str] = []
+    for name, top in name_stacks(ladder):
+        parts += [*wrap(_describe_top(name, top), width), top["code"], ""]
+    notes = [describe_limit(ladder)] if ladder.tops else ["Too little was measured for a stack."]
+    rows = [*ladder.rungs, *ladder.padded, *ladder.finals]
+    rows += [ladder.bare_loop] if ladder.bare_loop else []
+    cores = [row.disturbed_cores for row in rows if row.disturbed_cores]
+    if cores:
+        others = f"Other processes kept up to {max(cores):.1f} cores busy"
+        notes.append(f"{others} during {len(cores)} of {len(rows)} runs: their intervals are wider for it.")
+    notes += [f"Failed: {row.title}: {row.error.rstrip('.')}." for row in rows if row.error is not None]
+    for note in filter(None, notes):
+        parts += wrap(note, width)
+    return "\n".join(parts)
 
 
-def _beside_bar(row: Row, key: str) -> str:
-    if row.error is not None:
-        return "failed"
-    text = f"{getattr(row, key):,.0f}"
-    if not row.carried and key == "step_ms":  # said once for both bars
-        text += "  not carried"
-    return text
+def _describe_top(name: str, top: dict[str, Any]) -> str:
+    against = []
+    for base, found in top["against"].items():
+        speed = f"{found['speedup']:.2f} ±{found['speedup'] * found['plus_minus']:.2f}"
+        against.append(f"{speed} times as fast as {base}, in {found['memory_ratio']:.1f} times less memory")
+    return f"{name}, up to “{top['title']}”: {'; '.join(against)}."
 
 
-def _bars(axes: object, rows: list[Row], key: str, label: str, colour: str, strong: Row | None) -> None:
-    measured = map(attrgetter(key), rows)
-    values = np.nan_to_num(list(measured))  # no bar for a rung that failed
-    largest = max(values) or 1.0
-    carried, over_line = {"color": colour, "edgecolor": "white"}, {"facecolor": "white", "edgecolor": "none", "pad": 1}
-    not_carried = {"color": "#e4e4e4", "edgecolor": "#9a9a9a", "hatch": "///"}
-    for place, (row, value) in enumerate(zip(rows, values, strict=True)):
-        look, text_colour = not_carried, "#777"
-        if row.carried:
-            look, text_colour = carried, "#222"
-        axes.barh(place, value, height=0.68, linewidth=0.8, **look)
-        text_look = {"fontsize": 9, "color": text_colour, "bbox": over_line}
-        axes.text(value + 0.01 * largest, place, _beside_bar(row, key), va="center", **text_look)
-    if strong and strong.error is None:
-        at = getattr(strong, key)
-        bottom, text, side = len(rows) - 0.35, "  strong baseline", "left"
-        if at > 0.6 * largest:
-            text, side = "strong baseline  ", "right"
-        axes.plot([at] * 2, [-0.5, bottom], color="#444", linewidth=1, linestyle=(0, (4, 3)))
-        axes.text(at, bottom, text, ha=side, va="center", fontsize=8, color="#444")
-    axes.set_title(label, fontsize=10, loc="left")
-    axes.set_xlim(0, largest * 1.22)
-    axes.tick_params(axis="y", length=0)
-    axes.xaxis.set_visible(False)
-    for side in ("top", "right", "bottom"):
-        axes.spines[side].set_visible(False)
-    axes.spines["left"].set_color("#bbb")
+def describe_limit(ladder: Climbed) -> str:
+    """Describe what the fast stack's matrix products take of its step; empty if they were not run."""
+    ran = {row.name: row for row in ladder.finals if row.error is None}
+    if "fast" not in ladder.tops or "products" not in ran:
+        return ""
+    share = compare_in_turn(ran["products"], ran[ladder.tops["fast"]["name"]])
+    interval = f"{share.value:.0%} ±{share.value * share.plus_minus:.0%}"
+    return (
+        f"The matrix products and the attention of a step alone take {interval} of the fast stack's time: no training "
+        f"with them could be over {1 / share.value:.2f} times as fast."
+    )

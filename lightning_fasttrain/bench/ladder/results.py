@@ -1,5 +1,6 @@
 """Results of a ladder: a row for each run, how rows compare, whether a rung is kept, and the file that holds them."""
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -12,7 +13,7 @@ from typing import Any, Self
 from lightning_fasttrain.core.atomic_write import write_atomic
 from lightning_fasttrain.core.messages import explain, first_line
 from lightning_fasttrain.core.safe_load import local_path, read_json
-from lightning_fasttrain.planner.timing import Ratio
+from lightning_fasttrain.planner.timing import Ratio, compare_times
 from lightning_fasttrain.technique import Exactness
 
 # How a run is made, in plain JSON, so that a fresh process can make it:
@@ -20,7 +21,7 @@ from lightning_fasttrain.technique import Exactness
 #              EveryBlock(k=2); or None, to take it away
 #   trainer:   keyword arguments of L.Trainer
 #   optimizer: keyword arguments of GPTModule that say which optimizer it has
-#   loop:      how the loop around it behaves
+#   loop:      how the loop around it behaves; compile: arguments of torch.compile for the model with its loss
 State = dict[str, dict[str, Any]]
 
 
@@ -36,10 +37,11 @@ class Row:
     Attributes:
         exactness: of the whole state.
         own_exactness: of the rung alone.
+        free: whether the rung should cost neither time nor memory.
         carried: None while it is undecided.
         compared: name of the row that it was run in turn with.
         ratio: its time as a factor of that row's: lower end of the interval, estimate, upper end.
-        turns_ms: ms per step of that row and of this one, in each turn; of naive, of naive alone.
+        turns_ms: ms per step of that row and of this one, in each turn; of naive, and in the last rounds, of this one.
         wall_ms: ms per step by the wall clock, the median of all turns.
     """
 
@@ -55,6 +57,7 @@ class Row:
     title: str = ""
     exactness: Exactness = Exactness.EXACT
     own_exactness: Exactness = Exactness.EXACT
+    free: bool = False
     host: str = "trainer"
     warmup: int = 1
     carried: bool | None = False
@@ -97,9 +100,10 @@ class Climbed:
         clock: ``"processor"``, ``"device"``, or ``"wall"`` in the files of earlier versions.
         skipped: name, title and reason of each rung that cannot be run on this machine.
         padded: two runs on texts of different lengths, the second with the padding cut off.
-        tops: the best rung by each criterion, compared with naive, with the code that makes it. ``plus_minus`` is that
-            of ``speedup``, relative to it; ``again`` says that both are from turns with naive alone, at the end of the
-            ladder, instead of from the product of the rungs' ratios.
+        finals: naive, the strong baselines, the best states of the climb, and the step's matrix products alone, run
+            once more, all of them in turn; :func:`compare_in_turn` has the ratio of any two.
+        tops: the stacks "fast", "balanced" and "lean", each with the code that makes it, and its time and memory
+            against each baseline, measured in those turns.
     """
 
     hardware: dict[str, Any]
@@ -112,16 +116,11 @@ class Climbed:
     turns: int = 0
     clock: str = "wall"
     rungs: list[Row] = field(default_factory=list)
-    strong: Row | None = None
     bare_loop: Row | None = None
     padded: list[Row] = field(default_factory=list)
-    tops: dict[str, dict[str, Any] | None] = field(default_factory=lambda: {"fastest": None, "leanest": None})
+    finals: list[Row] = field(default_factory=list)
+    tops: dict[str, dict[str, Any]] = field(default_factory=dict)
     interrupted: bool = False
-
-    @property
-    def baselines(self) -> list[Row]:
-        """Runs that the rungs are compared with besides the naive loop."""
-        return list(filter(None, (self.strong, self.bare_loop)))
 
     def write(self, path: Path) -> None:
         """Write the JSON atomically."""
@@ -144,10 +143,11 @@ class Climbed:
 
     @classmethod
     def _from_json(cls, values: dict[str, Any]) -> Self:
-        rows = {name: Row.read(values[name]) for name in ("strong", "bare_loop") if values[name] is not None}
-        tops = {name: top and {"plus_minus": 0.0, "again": False, **top} for name, top in values["tops"].items()}
-        runs = {"rungs": list(map(Row.read, values["rungs"])), "padded": list(map(Row.read, values.get("padded", [])))}
-        return cls(**{**_known_of(cls, values), **rows, **runs, "tops": tops})
+        runs = {name: list(map(Row.read, values.get(name, []))) for name in ("padded", "finals")}
+        runs["rungs"] = list(map(Row.read, values["rungs"]))
+        bare_loop = values["bare_loop"] and Row.read(values["bare_loop"])
+        tops = values["tops"] if runs["finals"] else {}  # those of earlier versions were measured otherwise
+        return cls(**{**_known_of(cls, values), **runs, "bare_loop": bare_loop, "tops": dict(tops)})
 
 
 def _known_of(kind: type, values: Mapping[str, object]) -> dict[str, Any]:
@@ -166,6 +166,10 @@ def _to_json(value: object) -> Any:
         return None
     return value.value if isinstance(value, Enum) else value
 
+
+# Names of the rows that a stack is compared with, the weakest first, and of the limit of any training.
+BASELINES = ("naive", "strong", "compiled")
+PRODUCTS = "products"
 
 # Times that differ by less are called equal on any machine: it would not be worth a line of code.
 TIME_WORTH = 0.03
@@ -230,6 +234,8 @@ def judge_row(row: Row, below: Row, naive: Row) -> tuple[bool | None, str]:
         (True, 'Needs 2.0 times less memory and 30% more time.')
         >>> judge_row(Row(step_ms=140, peak_mib=720, ratio=[1.35, 1.4, 1.45]), naive, naive)
         (False, 'Needs 10% less memory and 40% more time: not carried.')
+        >>> judge_row(Row(step_ms=130, peak_mib=400, ratio=[1.25, 1.3, 1.35], free=True), naive, naive)
+        (False, 'Needs 2.0 times less memory and 30% more time: not carried.')
     """
     if row.error is not None:
         return False, "Failed."
@@ -240,6 +246,8 @@ def judge_row(row: Row, below: Row, naive: Row) -> tuple[bool | None, str]:
     if row.own_exactness is Exactness.CHANGES_TRAINING:
         return False, f"{needs}, and changes training: not carried."
     carried = judge(time, memory)
+    if row.free and carried and time.high > 1 + TIME_WORTH:  # it saves memory, and is not free here
+        carried = None if time.low <= 1 + TIME_WORTH else False
     if carried and naive.error is None and row.step_ms > MOST_TIME * naive.step_ms:
         return False, f"{needs}, over {MOST_TIME:g} times naive's: not carried."
     if carried is False:
@@ -247,18 +255,22 @@ def judge_row(row: Row, below: Row, naive: Row) -> tuple[bool | None, str]:
     return carried, f"{needs}."
 
 
-def judge_by_memory(row: Row, below: Row) -> tuple[bool, str]:
-    """Decide by memory alone, if the time was not decided; a rung that is certainly slower is left out.
+def judge_undecided(row: Row, below: Row) -> tuple[bool, str]:
+    """Decide where the time was not decided: a trade by memory alone, what is free by the estimate.
+
+    A rung that is certainly slower is left out. Little is lost by a free one that does nothing.
 
     Example:
-        >>> judge_by_memory(Row(peak_mib=720, ratio=[0.9, 1.1, 1.3]), Row(peak_mib=800))
+        >>> judge_undecided(Row(peak_mib=720, ratio=[0.9, 1.1, 1.3]), Row(peak_mib=800))
         (True, 'Needs 10% less memory; its time, ×0.90 to ×1.30, is not decided.')
-        >>> judge_by_memory(Row(peak_mib=520, ratio=[1.4, 1.5, 1.6]), Row(peak_mib=800))
+        >>> judge_undecided(Row(peak_mib=520, ratio=[1.4, 1.5, 1.6]), Row(peak_mib=800))
         (False, 'Needs 1.5 times less memory; its time, ×1.40 to ×1.60, is not decided: not carried.')
     """
     time, memory = ratio_of(row), _ignore_small(MEMORY_WORTH, row.peak_mib / below.peak_mib)
     # What the next rungs need of naive's time is not spent on what may not be worth it.
     carried = memory <= 1 - CLEAR_SAVING and time.low <= 1 + TIME_WORTH
+    if row.free:
+        carried = time.value * memory <= 1 - TIME_WORTH and time.value <= 1 + TIME_WORTH
     between = f"×{time.low:.2f} to ×{time.high:.2f}"
     sentence = f"Needs {_more_or_less(memory, 'memory')}; its time, {between}, is not decided"
     return carried, f"{sentence}." if carried else f"{sentence}: not carried."
@@ -306,14 +318,14 @@ def _more_or_less(ratio: float, what: str) -> str:
     return f"{percent:.{digits}f}% {word} {what}"
 
 
-def error_of_product(row: Row, other: Row) -> float:
-    """Return the relative half-width of the ratio of two rows' times, which were not measured in turn.
+def compare_in_turn(row: Row, base: Row) -> Ratio:
+    """Return the time of a row as a factor of that of another one, which was run in the same turns.
 
     Example:
-        >>> round(error_of_product(Row(plus_minus=0.03), Row(plus_minus=0.04)), 3)
-        0.05
+        >>> compare_in_turn(Row(turns_ms=[[50.0], [61.0]]), Row(turns_ms=[[100.0], [120.0]])).value
+        0.50414...
     """
-    return math.hypot(row.plus_minus, other.plus_minus)
+    return compare_times(list(itertools.chain(*base.turns_ms)), list(itertools.chain(*row.turns_ms)))
 
 
 def trainer_verdict(overhead: Ratio) -> str:
@@ -327,57 +339,52 @@ def trainer_verdict(overhead: Ratio) -> str:
     return "The Trainer's step takes as long." if factor == 1 else f"The Trainer's step takes ×{factor:.2f} of this."
 
 
-def fastest_with_half_the_memory(rows: list[Row], noise: float) -> Row | None:
-    """Return the fastest row with at most half of naive's memory; of times within the noise, the leanest.
+def choose_stacks(naive: Row, rows: list[Row], limit_mib: float) -> dict[str, Row]:
+    """Choose the best states for three purposes; of equal ones the first, which has the fewest techniques.
 
     Args:
-        rows: the ladder's, naive first.
-        noise: share by which times differ without a cause.
+        naive: the naive loop.
+        rows: the other states.
+        limit_mib: peak memory of the leaner strong baseline.
+
+    Returns:
+        "fast": the least time in no more than ``limit_mib``, "balanced": the least product of time and memory in no
+        more than naive's time, "lean": the least memory within :data:`MOST_TIME` of it. A purpose that no state serves
+        is missing.
 
     Example:
-        >>> measured = [(100, 80), (50, 60), (70, 20), (71, 10), (90, 8)]
+        >>> measured = [(50, 700), (60, 390), (62, 200), (90, 80), (140, 60), (200, 20)]
         >>> rows = [Row(step_ms=step_ms, peak_mib=peak_mib) for step_ms, peak_mib in measured]
-        >>> fastest_with_half_the_memory(rows, 0.03).peak_mib, leanest_in_time(rows, 0.03).peak_mib
-        (10, 8)
+        >>> stacks = choose_stacks(Row(step_ms=100, peak_mib=800), rows, limit_mib=400)
+        >>> {name: row.peak_mib for name, row in stacks.items()}
+        {'fast': 390, 'balanced': 80, 'lean': 60}
     """
-    lean = [row for row in _finished_rows(rows) if row.peak_mib <= rows[0].peak_mib / 2]
-    return _pick_least(_near_least(lean, _time, max(TIME_WORTH, noise)), _memory, MEMORY_WORTH)
-
-
-def leanest_in_time(rows: list[Row], noise: float) -> Row | None:
-    """Return the leanest row within :data:`MOST_TIME` of naive's time, the fastest of equal ones; None without one.
-
-    Args:
-        rows, noise: as for :func:`fastest_with_half_the_memory`.
-    """
-    naive = rows[0]
-    in_time: list[Row] = []
-    for row in _finished_rows(rows):
-        is_leaner = row.peak_mib < naive.peak_mib * (1 - MEMORY_WORTH)
-        if is_leaner and row.step_ms <= MOST_TIME * naive.step_ms:
-            in_time.append(row)
-    return _pick_least(_near_least(in_time, _memory, MEMORY_WORTH), _time, max(TIME_WORTH, noise))
+    ran = finished_rows(naive, rows)
+    small = [row for row in ran if row.peak_mib <= limit_mib]
+    quick = [row for row in ran if row.step_ms <= (1 + TIME_WORTH) * naive.step_ms]
+    in_time = [row for row in ran if row.step_ms <= MOST_TIME * naive.step_ms]
+    by_purpose: dict[str, tuple[list[Row], Callable[[Row], float]]] = {
+        "fast": (small, _time),
+        "balanced": (quick, lambda row: row.step_ms * row.peak_mib),
+        "lean": (in_time, _memory),
+    }
+    return {name: _pick_least(found, cost) for name, (found, cost) in by_purpose.items() if found}
 
 
 _time, _memory = attrgetter("step_ms"), attrgetter("peak_mib")
 
 
-def _near_least(rows: list[Row], cost: Callable[[Row], float], share: float) -> list[Row]:
-    least = min(map(cost, rows), default=0.0)
-    return [row for row in rows if cost(row) <= least * (1 + share)]
-
-
-def _pick_least(rows: list[Row], cost: Callable[[Row], float], share: float) -> Row | None:
+def _pick_least(rows: list[Row], cost: Callable[[Row], float]) -> Row:
     """Return the row with the least cost; of nearly equal ones the first, which has the fewest techniques."""
-    return next(iter(_near_least(rows, cost, share)), None)
+    least = min(map(cost, rows))
+    return next(row for row in rows if cost(row) <= least * (1 + MEMORY_WORTH))
 
 
-def _finished_rows(rows: list[Row]) -> list[Row]:
-    """Return the rows above naive that ran and keep training the same; none if naive failed."""
-    naive, *above = rows
+def finished_rows(naive: Row, rows: list[Row]) -> list[Row]:
+    """Return the rows that ran and keep training the same; none if naive failed."""
     if naive.error is not None:
         return []
-    return [row for row in above if row.error is None and row.exactness is not Exactness.CHANGES_TRAINING]
+    return [row for row in rows if row.error is None and row.exactness is not Exactness.CHANGES_TRAINING]
 
 
 def loss_parity(measured: Row, naive: Row | None) -> float | None:

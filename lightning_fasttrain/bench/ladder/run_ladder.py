@@ -1,5 +1,6 @@
-"""Run the ladder: rung after rung, each on top of those that helped, and in turn with what it stands on."""
+"""Run the ladder: rung after rung, each in turn with the state it stands on; then the best states with baselines."""
 
+import itertools
 import math
 import os
 import statistics
@@ -14,22 +15,24 @@ import numpy as np
 
 from lightning_fasttrain.bench.ladder.preflight import BARE, PADDED, STRONG, Ladder
 from lightning_fasttrain.bench.ladder.results import (
+    BASELINES,
     MEMORY_WORTH,
+    PRODUCTS,
     TIME_WORTH,
     Climbed,
     Row,
     State,
+    choose_stacks,
+    compare_in_turn,
     describe,
-    fastest_with_half_the_memory,
-    judge_by_memory,
     judge_row,
-    leanest_in_time,
+    judge_undecided,
     loss_parity,
     ratio_of,
     trainer_verdict,
 )
-from lightning_fasttrain.bench.ladder.rungs import NAIVE, Rung, padded_rungs, strong_baseline, warmup_of
-from lightning_fasttrain.bench.ladder.turns import FEWEST_TURNS, Running, TimeLeft, Turns
+from lightning_fasttrain.bench.ladder.rungs import NAIVE, Rung, padded_rungs, strong_baselines, warmup_of
+from lightning_fasttrain.bench.ladder.turns import FEWEST_ROUNDS, Running, TimeLeft, Turns
 from lightning_fasttrain.bench.ladder.worker import callbacks_of
 from lightning_fasttrain.core.device import hardware, versions
 from lightning_fasttrain.planner.candidates import code_of
@@ -37,9 +40,14 @@ from lightning_fasttrain.planner.timing import Ratio
 from lightning_fasttrain.technique import Exactness
 from lightning_fasttrain.technique.declarations import least_exact
 
+# Rounds of the last comparison end when every ratio is known to this share.
+_PRECISE = 0.04
+# What the last comparison takes beside a climb's, as a number of its rows.
+_AS_ROWS = 10
+
 
 def as_code(state: State) -> str:
-    """Return code to paste into a training script for the same techniques. It needs ``L``, ``ft`` and ``torch``.
+    """Return code to paste into a training script for the same techniques.
 
     Args:
         state: in the form of :data:`.rungs.NAIVE`.
@@ -47,6 +55,9 @@ def as_code(state: State) -> str:
     Example:
         >>> print(as_code({"callbacks": {"MicroBatching": {"n": 4}}, "trainer": {"precision": "bf16-mixed"},
         ...                "optimizer": {"fused": True}, "loop": {"print_loss": False, "pin_memory": True}}))
+        import lightning as L
+        import lightning_fasttrain as ft
+        <BLANKLINE>
         trainer = L.Trainer(
             precision='bf16-mixed',
             callbacks=[
@@ -56,7 +67,7 @@ def as_code(state: State) -> str:
         # in configure_optimizers: torch.optim.AdamW(..., fused=True)
         # no loss.item() or print in the step; DataLoader(..., pin_memory=True) for a GPU
     """
-    lines = ["trainer = L.Trainer("]
+    lines = ["import lightning as L", "import lightning_fasttrain as ft", "", "trainer = L.Trainer("]
     lines += [f"    {name}={value!r}," for name, value in state["trainer"].items()]
     if state["callbacks"]:
         callbacks = [f"        {code_of(callback)}," for callback in callbacks_of(state)]
@@ -98,7 +109,7 @@ def climb(ladder: Ladder, on_row: Callable[[Row], None], on_progress: OnProgress
             for row in climbing.rows():
                 _save(result, ladder.out)
                 on_row(row)
-            climbing.measure_tops_again()
+            climbing.measure_finals()
             result.write(ladder.out / "ladder.json")
         finally:
             climbing.turns.close()
@@ -111,34 +122,44 @@ def climb(ladder: Ladder, on_row: Callable[[Row], None], on_progress: OnProgress
 
 
 def _save(result: Climbed, folder: Path) -> None:
-    rows = result.rungs
-    if rows:
-        widths = [ratio_of(row).plus_minus for row in rows if row.ratio]
-        noise = statistics.median(widths or [0.0])
-        # JSON has no infinity, which is the width of an interval of one turn.
-        result.noise["time"] = noise if math.isfinite(noise) else None
-        result.tops = {
-            "fastest": _describe_top(fastest_with_half_the_memory(rows, noise), rows[0]),
-            "leanest": _describe_top(leanest_in_time(rows, noise), rows[0]),
-        }
+    widths = [ratio_of(row).plus_minus for row in result.rungs if row.ratio]
+    noise = statistics.median(widths or [math.inf])
+    # JSON has no infinity, which is the width of an interval of one turn.
+    result.noise["time"] = noise if math.isfinite(noise) else None
     result.write(folder / "ladder.json")
 
 
-_OF_TOP = ("name", "title", "exactness", "max_loss_delta", "state", "step_ms", "peak_mib", "plus_minus")
+def describe_stacks(finals: list[Row]) -> dict[str, dict[str, Any]]:
+    """Choose the stacks from rows that were run in turn, and compare each with every baseline.
+
+    Args:
+        finals: naive first; the others that are no states of the climb are known by their names.
+
+    Returns:
+        Name of the stack → what :class:`.Climbed` says.
+    """
+    baselines = [row for row in finals if row.name in BASELINES and row.error is None]
+    rows = [row for row in finals if row.name not in (*BASELINES, PRODUCTS)]
+    stacks = choose_stacks(finals[0], rows, min(row.peak_mib for row in baselines))
+    return {name: _describe_stack(row, baselines) for name, row in stacks.items()}
 
 
-def _describe_top(row: Row | None, naive: Row) -> dict[str, Any] | None:
-    if row is None:
-        return None
-    factors = {"speedup": naive.step_ms / row.step_ms, "memory_ratio": naive.peak_mib / row.peak_mib}
-    top = {**{key: getattr(row, key) for key in _OF_TOP}, **factors, "code": as_code(row.state), "again": False}
-    return {**top, "exactness": row.exactness.value}
+_OF_STACK = ("name", "title", "max_loss_delta", "state", "step_ms", "peak_mib")
+
+
+def _describe_stack(row: Row, baselines: list[Row]) -> dict[str, Any]:
+    against = {}
+    for base in baselines:
+        ratio = compare_in_turn(row, base)
+        faster = {"speedup": 1 / ratio.value, "plus_minus": ratio.plus_minus}
+        against[base.name] = {**faster, "memory_ratio": base.peak_mib / row.peak_mib}
+    top = {key: getattr(row, key) for key in _OF_STACK}
+    return {**top, **against["naive"], "exactness": row.exactness.value, "against": against, "code": as_code(row.state)}
 
 
 def number_of_rows(ladder: Ladder) -> int:
-    """Return the number of rows of :func:`climb`."""
-    with_padding = PADDED in ladder.baselines  # two rows
-    return 1 + len(ladder.baselines) + with_padding + len(ladder.rungs)
+    """Return the number of rows of :func:`climb`, without the last comparison."""
+    return 1 + len(ladder.rungs) + (BARE in ladder.baselines) + 2 * (PADDED in ladder.baselines)
 
 
 class _Climb:
@@ -146,7 +167,7 @@ class _Climb:
 
     def __init__(self, ladder: Ladder, tokens_file: str, on_progress: OnProgress, result: Climbed) -> None:
         self.ladder, self.result = ladder, result
-        rows = number_of_rows(ladder) + 2  # the best two rungs, again
+        rows = number_of_rows(ladder) + _AS_ROWS
         if ladder.each:
             rows += len(ladder.rungs)
         spec = {
@@ -159,7 +180,7 @@ class _Climb:
             "timed": ladder.size.steps,
             "memory": 1,
             # Enough for naive, if every other state is compared with it; a process ends with its last turn.
-            "turns": max(ladder.turns, FEWEST_TURNS) * rows + 1,
+            "turns": max(ladder.turns, FEWEST_ROUNDS) * rows + 1,
         }
         time_left = TimeLeft(rows, 60 * ladder.size.minutes)
         self.turns = Turns(spec, ladder.turns, time_left, on_progress)
@@ -173,10 +194,6 @@ class _Climb:
         self.turns.time_alone(self.naive)
         result.rungs.append(naive)
         yield self._finish(naive)
-        if STRONG in ladder.baselines:
-            rung = strong_baseline(ladder.mixed)
-            result.strong = self._measure(_new_row(rung, rung.on(naive), rung.exactness), self.naive)
-            yield self._finish(result.strong)
         for rung in ladder.rungs:
             row = self._climb(rung)
             result.rungs.append(row)
@@ -197,24 +214,33 @@ class _Climb:
             result.padded.append(row)
             yield self._finish(row, below.row)
 
-    def measure_tops_again(self) -> None:
-        """Measure the best rungs in turn with naive, and replace the products of the rungs' ratios by that."""
-        rows = {row.name: row for row in self.result.rungs}
-        again: dict[str, Row] = {}
-        for top in self.result.tops.values():
-            if top is None:
-                continue
-            name = top["name"]
-            if name not in again:
-                row = replace(rows[name], title=f"{top['title']}, again", turns_ms=[])
-                again[name] = row
-                # The top of the ladder is still running.
-                one = Running(row, self.top.worker) if name == self.top.row.name else self._start(row)
-                self._compare(one, self.naive)
-            row = again[name]
-            if row.error is None:
-                top.update(step_ms=row.step_ms, plus_minus=row.plus_minus, again=True)
-                top["speedup"] = self.naive.row.step_ms / row.step_ms
+    def measure_finals(self) -> None:
+        """Run the best states of the climb in turn with naive, the strong baselines and the products alone."""
+        naive, *rows = self.result.rungs
+        if naive.error is not None:
+            return
+        running = [self._measure_again(self.naive)]
+        if STRONG in self.ladder.baselines:
+            for rung in strong_baselines(self.ladder.mixed):
+                running.append(self._start(_new_row(rung, rung.on(naive), rung.exactness)))
+            alone = _new_row(Rung(PRODUCTS, "its matrix products alone", {}), running[1].row.state, Exactness.EXACT)
+            running.append(self._start(replace(alone, host=PRODUCTS)))
+        limit_mib = min(one.row.peak_mib for one in running if one.row.name != PRODUCTS and one.row.error is None)
+        for row in _choose_candidates(naive, rows, limit_mib):
+            is_running = row is self.top.row
+            running.append(self._measure_again(self.top) if is_running else self._start(_again(row)))
+        finals = [one.row for one in running]
+        self.turns.take_rounds(running, lambda: _are_known(finals))
+        for row in finals:
+            if row.host != PRODUCTS:
+                row.max_loss_delta = loss_parity(row, finals[0])
+        self.result.finals = finals
+        if finals[0].error is None:
+            self.result.tops = describe_stacks(finals)
+
+    def _measure_again(self, one: Running) -> Running:
+        """Return the process of a row with a new row, whose turns are those of the last comparison."""
+        return Running(_again(one.row), one.worker)
 
     def _climb(self, rung: Rung) -> Row:
         """Run a rung in turn with the state below it, and keep the one of the two that the next stands on."""
@@ -225,7 +251,7 @@ class _Climb:
         self.turns.compare(rising, below, lambda: judge_row(row, below.row, naive)[0] is not None)
         row.carried, row.verdict = judge_row(row, below.row, naive)
         if row.carried is None:
-            row.carried, row.verdict = judge_by_memory(row, below.row)
+            row.carried, row.verdict = judge_undecided(row, below.row)
         if self.ladder.each:
             # On top of naive alone this very run was the one on top of the ladder.
             # A copy of it, as a row that holds itself could not be written as JSON.
@@ -264,8 +290,8 @@ class _Climb:
 
     def _start(self, row: Row, *, padded: bool = False) -> Running:
         row.warmup = max(warmup_of(row.state), self.ladder.warmup)
-        if row.name == STRONG:
-            # The strong baseline has fused attention, whatever the ladder is run with.
+        if row.name in BASELINES[1:]:
+            # A strong baseline has fused attention, whatever the ladder is run with.
             return self.turns.start(row, model={**self.turns.spec["model"], "attention": "sdpa"})
         return self.turns.start(row, padded=padded)
 
@@ -278,8 +304,29 @@ class _Climb:
         return row
 
 
+def _again(row: Row) -> Row:
+    return replace(row, turns_ms=[], compared="", ratio=[])
+
+
+def _choose_candidates(naive: Row, rows: list[Row], limit_mib: float) -> list[Row]:
+    """Return the states that may be a stack once they are run in turn: of the fastest two, as times are uncertain."""
+    stacks = choose_stacks(naive, rows, limit_mib)
+    second = [row for row in rows if row is not stacks.get("fast")]
+    chosen = [*stacks.values(), *choose_stacks(naive, second, limit_mib).values()]
+    names = {row.name for row in chosen}
+    return [row for row in rows if row.name in names]
+
+
+def _are_known(finals: list[Row]) -> bool:
+    """Whether the time of each state against each baseline is known well enough."""
+    ran = [row for row in finals if row.error is None]
+    baselines = [row for row in ran if row.name in BASELINES]
+    pairs = itertools.product(baselines, ran)
+    return all(compare_in_turn(row, base).plus_minus <= _PRECISE for base, row in pairs)
+
+
 def _new_row(rung: Rung, state: State, exactness: Exactness, *, host: str = "trainer") -> Row:
-    own = {"name": rung.name, "title": rung.title, "own_exactness": rung.exactness}
+    own = {"name": rung.name, "title": rung.title, "own_exactness": rung.exactness, "free": rung.free}
     return Row(**own, exactness=exactness, host=host, state=state)
 
 

@@ -29,6 +29,8 @@ class Rung:
         title: for the table and the picture.
         change: what it adds to the state below it, in the form of :data:`NAIVE`; or a function that says so from the
             row of that state.
+        free: whether it should cost neither time nor memory, as compiled blocks. It is then carried only if that is so
+            on this machine. All other rungs trade time for memory.
         exactness: how near it keeps to the run without it.
         needs: ``"cuda"``, ``"mixed"`` for a device that multiplies 16-bit numbers, ``"bf16"`` for one that multiplies
             bfloat16, or ``"bitsandbytes"``; nothing elsewhere.
@@ -39,6 +41,7 @@ class Rung:
     change: State | Callable[[Row], State]
     exactness: Exactness = Exactness.EXACT
     needs: str | None = None
+    free: bool = False
 
     def on(self, below: Row) -> State:
         """Return the state of this rung on top of that of the row ``below``."""
@@ -49,40 +52,43 @@ class Rung:
 
 
 def rungs(micro_batches: int = 4, mixed: str | None = None) -> tuple[Rung, ...]:
-    """Return all rungs above naive, bottom up: first those without cost, then those that trade time for memory.
+    """Return all rungs above naive, bottom up: what is free, on the unsplit batch, then what trades time for memory.
 
     Args:
         micro_batches: parts that a batch is split into.
         mixed: the mixed precision in which the device multiplies faster; None: bf16, which is left out elsewhere.
 
     Example:
-        >>> [rung.name for rung in rungs()][:4]
-        ['prefetch', 'tf32', 'bf16', 'fused']
+        >>> [rung.name for rung in rungs() if rung.free][:5]
+        ['prefetch', 'tf32', 'bf16', 'fused', 'compile']
     """
     n, precision = positive_int("micro_batches", micro_batches), mixed or "bf16-mixed"
     prefetch: State = {"callbacks": {"DevicePrefetch": {}}, "loop": {"print_loss": False, "pin_memory": True}}
     # Gradients cannot be summed by an optimizer in the backward.
     in_parts: State = {"callbacks": {"MicroBatching": {"n": n}, "OptimizerInBackward": None}}
-    graphs: State = {"callbacks": {"CompileBlocks": {"mode": "reduce-overhead"}}}
+    compiled_head: State = {"callbacks": {"CompileBlocks": {"head": True}}}
     by_chance: State = {"trainer": {"precision": "bf16-true"}, "optimizer": {"name": "adamw", "updates": "stochastic"}}
     changes, tolerance, compiled = Exactness.CHANGES_TRAINING, Exactness.TOLERANCE, CompileBlocks.exactness
+    tf32: State = {"callbacks": {"MatmulPrecision": {"precision": "tf32"}}}
+    in_mixed: State = {"trainer": {"precision": precision}}
     return (
-        Rung("prefetch", "no host syncs + prefetch", prefetch),
-        Rung("tf32", "TF32", {"callbacks": {"MatmulPrecision": {"precision": "tf32"}}}, tolerance, needs="cuda"),
-        Rung("bf16", f"{_short(precision)} mixed", {"trainer": {"precision": precision}}, tolerance, needs="mixed"),
-        Rung("fused", "fused AdamW", {"optimizer": {"fused": True}}),
-        Rung("optimizer-in-backward", "optimizer in backward", {"callbacks": {"OptimizerInBackward": {}}}),
+        Rung("prefetch", "no host syncs + prefetch", prefetch, free=True),
+        Rung("tf32", "TF32", tf32, tolerance, needs="cuda", free=True),
+        Rung("bf16", f"{_short(precision)} mixed", in_mixed, tolerance, needs="mixed", free=True),
+        Rung("fused", "fused AdamW", {"optimizer": {"fused": True}}, free=True),
+        Rung("compile", "compiled blocks", {"callbacks": {"CompileBlocks": {}}}, compiled, free=True),
+        # Faster where logits are large and costly to store, slower elsewhere: so it is judged as a trade.
+        Rung("chunked-loss", "fused loss head", {"callbacks": {"FusedLossHead": {"head": "gpt.head"}}}),
+        Rung("compiled-head", "head compiled too", compiled_head, compiled, free=True),
+        Rung("optimizer-in-backward", "optimizer in backward", {"callbacks": {"OptimizerInBackward": {}}}, free=True),
         Rung("micro-batches", f"micro-batches ×{n}", in_parts),
-        Rung("release", "gradients None early", {"callbacks": {"EagerGradientRelease": {}}}),
-        Rung("compile", "compiled blocks", {"callbacks": {"CompileBlocks": {}}}, compiled),
-        # Below what trades time for memory: on a device that waits for the host, the host's time would decide there.
-        Rung("cuda-graphs", "CUDA graphs", graphs, compiled, needs="cuda"),
-        Rung("chunked-loss", "loss in chunks", {"callbacks": {"FusedLossHead": {"head": "gpt.head"}}}),
+        Rung("release", "gradients None early", {"callbacks": {"EagerGradientRelease": {}}}, free=True),
+        # A device waits for the host in micro-batches, not on the unsplit batch.
+        Rung("cuda-graphs", "CUDA graphs", _replay_graphs, compiled, needs="cuda", free=True),
         Rung("selective", "selective checkpointing", _checkpoint_by({"SelectiveOps": {}})),
         Rung("checkpointing", "activation checkpointing", _checkpoint_by({"EveryBlock": {}})),
         Rung("budget", "same peak, less recomputed", _budget),
         Rung("offload", "activation offload", _offload, needs="cuda"),
-        Rung("max-autotune", "max-autotune", _autotune, compiled),
         # What changes training is shown, and never carried.
         Rung("8-bit", "8-bit AdamW", {"optimizer": {"name": "adamw8bit"}}, changes, needs="bitsandbytes"),
         Rung("bf16-alone", "bf16 alone, rounded by chance", by_chance, changes, needs="bf16"),
@@ -93,22 +99,19 @@ def _checkpoint_by(policy: Mapping[str, object]) -> State:
     return {"callbacks": {"ActivationCheckpointing": {"policy": policy}}}
 
 
-def _autotune(below: Row) -> State:
-    """Return the mode that tunes kernels, with CUDA graphs where the state below has them."""
-    mode = "max-autotune" if _has_graphs(below) else "max-autotune-no-cudagraphs"
-    return {"callbacks": {"CompileBlocks": {"mode": mode}}}
+def _replay_graphs(below: Row) -> State:
+    """Return compiled blocks as below, replayed as CUDA graphs."""
+    arguments = below.state["callbacks"].get("CompileBlocks", {})
+    return {"callbacks": {"CompileBlocks": {**arguments, "mode": "reduce-overhead"}}}
 
 
 def _offload(below: Row) -> State:
     """Return offloaded activations, without CUDA graphs, whose memory cannot be offloaded."""
     callbacks: dict[str, object] = {"ActivationOffload": {}}
-    if _has_graphs(below):
-        callbacks["CompileBlocks"] = {}
+    arguments = below.state["callbacks"].get("CompileBlocks", {})
+    if arguments.get("mode") == "reduce-overhead":
+        callbacks["CompileBlocks"] = {name: value for name, value in arguments.items() if name != "mode"}
     return {"callbacks": callbacks}
-
-
-def _has_graphs(below: Row) -> bool:
-    return below.state["callbacks"].get("CompileBlocks", {}).get("mode") == "reduce-overhead"
 
 
 def _budget(below: Row) -> State:
@@ -134,12 +137,12 @@ def warmup_of(state: State) -> int:
         >>> warmup_of(NAIVE), warmup_of({"callbacks": {"CompileBlocks": {}}})
         (1, 2)
     """
-    callbacks = state["callbacks"]
+    callbacks, is_compiled = state["callbacks"], "CompileBlocks" in state["callbacks"]
     if "MemoryBudget" in callbacks.get("ActivationCheckpointing", {}).get("policy", {}):
         # A budget measures two steps, and checks each plan in one step, or in two with compiled blocks; the sixth plan
         # is the last, and with a margin the fourth.
-        return 10 if "CompileBlocks" in callbacks else 8
-    return 2 if "CompileBlocks" in callbacks else 1
+        return 10 if is_compiled else 8
+    return 2 if is_compiled or "compile" in state.get("loop", {}) else 1
 
 
 def choose_rungs(
@@ -186,10 +189,11 @@ def _short(precision: str) -> str:
     return {"bf16-mixed": "bf16", "16-mixed": "fp16"}[precision]
 
 
-def strong_baseline(mixed: str | None) -> Rung:
-    """Return the strong baseline: the settings that an informed user writes without this package.
+def strong_baselines(mixed: str | None) -> tuple[Rung, Rung]:
+    """Return the strong baselines: the settings that an informed user writes without this package.
 
-    Fused AdamW, SDPA, no loss printed, and the mixed precision in which the device multiplies faster.
+    Fused AdamW, SDPA, no loss printed, and the mixed precision in which the device multiplies faster; the second also
+    compiles the model with its loss.
 
     Args:
         mixed: that precision; None if there is none.
@@ -197,7 +201,11 @@ def strong_baseline(mixed: str | None) -> Rung:
     name, exactness = ("fp32", Exactness.EXACT) if mixed is None else (_short(mixed), Exactness.TOLERANCE)
     loop = {"print_loss": False, "pin_memory": True}
     change: State = {"trainer": {"precision": mixed or "32-true"}, "optimizer": {"fused": True}, "loop": loop}
-    return Rung("strong", f"strong: {name}, SDPA, fused AdamW", change, exactness)
+    compiled: State = {**change, "loop": {**loop, "compile": {}}}
+    return (
+        Rung("strong", f"{name}, SDPA, fused AdamW", change, exactness),
+        Rung("compiled", f"{name}, SDPA, fused AdamW, torch.compile", compiled, Exactness.TOLERANCE),
+    )
 
 
 def padded_rungs(mixed: str | None, micro_batches: int) -> tuple[Rung, Rung]:
@@ -207,7 +215,7 @@ def padded_rungs(mixed: str | None, micro_batches: int) -> tuple[Rung, Rung]:
         mixed: the mixed precision in which the device multiplies faster; None if there is none.
         micro_batches: parts that a batch is split into.
     """
-    strong = strong_baseline(mixed)
+    strong, _ = strong_baselines(mixed)
     assert not callable(strong.change)
     whole: State = {**strong.change, "callbacks": {"MicroBatching": {"n": micro_batches, "trim_padding": False}}}
     cut: State = {"callbacks": {"MicroBatching": {"n": micro_batches}}}

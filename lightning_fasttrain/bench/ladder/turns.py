@@ -167,6 +167,7 @@ def _last_part(path: str) -> str:
 
 
 FEWEST_TURNS = 3  # of a comparison; with fewer an interval is too wide for most decisions
+FEWEST_ROUNDS = 6  # of the last comparison, whose ratios are not to decide, but to be told
 _QUIET_CORES = 0.3  # that others may keep busy without a word
 # How long a process may stay silent where the time is up: so many times as long as others, within limits.
 _SLOWER, _SHORTEST_S, _LONGEST_S = 3, 60.0, 3600.0
@@ -230,6 +231,10 @@ class TimeLeft:
         """Return for how many seconds a process may stay silent: the time left, but no less than others needed."""
         slowest = max([*self.starts_s, *self.turns_s], default=_LONGEST_S)
         return round(min(max(self.end - time.monotonic(), _SLOWER * slowest, _SHORTEST_S), _LONGEST_S))
+
+    def is_over(self) -> bool:
+        """Return whether the time is up."""
+        return time.monotonic() > self.end
 
     @contextmanager
     def measuring(self, durations_s: list[float]) -> Iterator[None]:
@@ -320,6 +325,24 @@ class Turns:
                 row.turns_ms.append(times)
                 row.set_ratio(compare_times(*zip(*row.turns_ms, strict=True)), base.row)
         return None
+
+    def take_rounds(self, running: list[Running], is_decided: Callable[[], bool]) -> None:
+        """Run several states in turn, until their ratios are known well enough or the time is up.
+
+        Args:
+            running: the states; each of their rows gets the time of each round. One that fails is left out.
+            is_decided: whether the ratios are known well enough, asked after the fewest rounds.
+        """
+        for taken in range(max(self.most, FEWEST_ROUNDS)):
+            if taken >= FEWEST_ROUNDS and (is_decided() or self.time_left.is_over()):
+                break
+            for one in self._order.sample(running, len(running)):
+                if one.row.error is None:
+                    self.on_progress(one.row.title, {"phase": "round", "step": taken + 1})
+                    one.row.turns_ms.append([one.turn()])
+        for one in running:
+            if one.row.error is None:
+                one.row.step_ms = statistics.median(ms for (ms,) in one.row.turns_ms)
 
     def _take_turns(self, base: Running, one: Running) -> list[float]:
         """Run a turn of each in an order that is drawn, so that neither always comes first."""

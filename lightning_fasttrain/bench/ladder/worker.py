@@ -20,6 +20,7 @@ import lightning as L
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from lightning_fasttrain import loaders, micro_batching, optim
 from lightning_fasttrain.bench.gpt import GPTConfig, GPTModule
@@ -35,6 +36,7 @@ from lightning_fasttrain.technique import Technique, apply
 MIB = 2**20
 # Wall clock, and the clock that programs are compared by, in seconds; on a GPU both are the same event.
 _Stamp = tuple[Moment, Moment]
+_HALF = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
 class Recorder(PeakObserver):
@@ -231,7 +233,7 @@ def run_in_a_bare_loop(module: GPTModule, loader: Iterable[object], state: State
     kinds = set(map(type, callbacks))
     parts = max([callback.n for callback in callbacks if isinstance(callback, micro_batching.MicroBatching)], default=1)
     device = recorder.device
-    half = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(state["trainer"].get("precision", ""))
+    half = _HALF.get(state["trainer"]["precision"])
     scaler = torch.amp.GradScaler(device.type, enabled=half is torch.float16)  # changes nothing if it is not enabled
     with_surgery = [c for c in callbacks if isinstance(c, Technique) and type(c).apply is not Technique.apply]
     in_the_loop = {micro_batching.MicroBatching, loaders.DevicePrefetch}
@@ -263,6 +265,28 @@ def run_in_a_bare_loop(module: GPTModule, loader: Iterable[object], state: State
             optimizer.zero_grad(set_to_none=True)
             if not recorder.end(step, loss):
                 break
+
+
+def multiply_alone(module: GPTModule, batch: int, state: State, recorder: Recorder) -> None:
+    """Run the matrix products and the attention of each step alone, in its precision: no training takes less time."""
+    device, config = recorder.device, module.gpt.config
+    make = partial(torch.randn, device=device, dtype=_HALF.get(state["trainer"]["precision"], torch.float32))
+    weights = [make(layer.weight.shape) for layer in module.modules() if isinstance(layer, torch.nn.Linear)]
+    # One matrix for each width, since a product takes no time by being the first of its kind.
+    rows = {width: make(batch * config.context, width) for weight in weights for width in weight.shape}
+    by_head = (batch, config.heads, config.context, config.width // config.heads)
+    q, k, v = (make(by_head).requires_grad_() for _ in range(3))
+    for step in range(recorder.steps):
+        recorder.begin(step)
+        for weight in weights:
+            gradients, inputs = (rows[width] for width in weight.shape)
+            for left, right in ((inputs, weight.T), (gradients, weight), (gradients.T, inputs)):
+                torch.mm(left, right)
+        for _ in range(config.layers):
+            mixed = scaled_dot_product_attention(q, k, v, is_causal=True)
+            torch.autograd.grad(mixed, (q, k, v), mixed.detach())
+        if not recorder.end(step, torch.zeros(())):
+            break
 
 
 def work(spec: dict[str, Any], result_file: Path, stderr_file: Path, parent: "Connection[Any, Any]") -> None:
@@ -298,8 +322,9 @@ def run_rung(
     Args:
         spec: plain JSON. ``model``: arguments of GPTConfig; ``state``: see :mod:`.rungs`; ``tokens``: path of an
             ``.npy`` file; ``batch``, ``seed``, ``lr``, ``warmup``, ``timed``, ``memory``: numbers; ``device``:
-            ``"cpu"`` or ``"cuda"``; ``host``: ``"trainer"`` or ``"bare"``; ``folder``: for temporary files; perhaps
-            ``turns``: the most turns of ``timed`` steps, and ``padded``: whether texts are of different lengths.
+            ``"cpu"`` or ``"cuda"``; ``host``: ``"trainer"``, ``"bare"``, or ``"products"``, which trains nothing;
+            ``folder``: for temporary files; perhaps ``turns``: the most turns of ``timed`` steps, and ``padded``:
+            whether texts are of different lengths.
         tell: called with each message of the recorder.
         wait: waits for the next turn, and returns False if there is none; before it is called, ``tell`` is called
             with the result so far and the phase ``"turn"``. Without it there is one turn.
@@ -308,7 +333,7 @@ def run_rung(
         Plain JSON: what :meth:`.Recorder.result` gives, and ``notes``.
     """
     state, device = spec["state"], torch.device(spec["device"])
-    if device.type == "cuda" and "autotune" not in state["callbacks"].get("CompileBlocks", {}).get("mode", ""):
+    if device.type == "cuda":
         # Inductor's processes keep a core busy for ten seconds, beside the turns; kernels for a few blocks need none.
         torch._inductor.config.compile_threads = 1
     config = GPTConfig(**spec["model"])
@@ -318,6 +343,9 @@ def run_rung(
     # Every rung starts with the same weights, so that losses can be compared.
     torch.manual_seed(spec["seed"])
     module = GPTModule(config, lr=spec["lr"], **state["optimizer"])
+    if "compile" in state["loop"]:
+        # With the cross-entropy, where most is gained.
+        module.loss = torch.compile(module.loss, **state["loop"]["compile"])
     loader = batches(
         np.load(spec["tokens"], mmap_mode="r", allow_pickle=False),
         config.context,
@@ -331,7 +359,9 @@ def run_rung(
         warnings.simplefilter("always", FastTrainWarning)
         if tell is not None and wait is not None:
             recorder.ask = partial(_pause, recorder, tell, wait, partial(_result, recorder, tokens_per_step, caught))
-        if spec["host"] == "bare":
+        if spec["host"] == "products":
+            multiply_alone(module, spec["batch"], state, recorder)
+        elif spec["host"] == "bare":
             run_in_a_bare_loop(module, loader, state, recorder)
         else:
             run_in_trainer(module, loader, state, recorder, spec["folder"])
