@@ -113,11 +113,12 @@ def load_model(options: argparse.Namespace) -> "tuple[nn.Module, Any]":
     Raises:
         ValueError, TypeError: there is none, or it cannot be had.
     """
-    from lightning_fasttrain.cli.subject import load_hugging_face, load_subject
+    from lightning_fasttrain.cli.subject import load_hugging_face, load_subject, refuse_too_large
 
     _refuse_several_or_none(options)
     if options.hf is not None:
         make, batch = load_hugging_face(options.hf, options.batch, options.length)
+        refuse_too_large(f"--hf {options.hf}", make)
         return make(), batch
     if options.size is None:
         return load_subject(options.target, options.arg, data=options.data, fake=False)

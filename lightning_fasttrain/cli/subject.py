@@ -7,7 +7,6 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,14 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from lightning_fasttrain.cli.technique_cards import find_cards
 from lightning_fasttrain.core.checks import PositiveInt, check_arguments, require
+from lightning_fasttrain.core.device import free_bytes
 from lightning_fasttrain.core.host.lightning import TRANSFER_HOOKS
-from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.messages import explain, format_bytes
+from lightning_fasttrain.memory.fake_operators import AssumedNumbers
 from lightning_fasttrain.planner.candidates import known_techniques
 from lightning_fasttrain.technique import Technique
 
+_BYTES_OF_TRAINING = 4  # for each of the parameters: themselves, gradients, and the two averages of Adam
 _LABELS_TOKENS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM", "ForTokenClassification")
 
 
@@ -37,13 +39,13 @@ def load_subject(
             batch is the first of its own ``train_dataloader``; or a function that returns (module, batch).
         arguments: ``"key=value"`` each, for the call. Values are Python literals, or else strings.
         data: the same for a LightningDataModule, or a function that returns one, which gives the batch instead.
-        fake: whether the model is made of tensors without memory.
+        fake: whether the model is made of tensors without memory; where it reads values of those, it is made really.
 
     Returns:
         The module and the batch.
 
     Raises:
-        ValueError: a path or an argument that cannot be read; or, with ``fake``, the call reads values of tensors.
+        ValueError: a path or an argument that cannot be read, or a model that is made really and does not fit.
         TypeError: the call returned something else, or a module without a loader.
 
     Example:
@@ -51,20 +53,13 @@ def load_subject(
         Traceback (most recent call last):
         TypeError: torch.nn:Linear with in_features=3: ... missing ... argument: 'out_features'. Check ...
     """
-    make = _import_target(path)
-    keywords = dict(_key_and_value(argument) for argument in arguments)
-    with FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext():
-        try:
-            made = make(**keywords)
-        except TypeError as error:
-            what = f"{path} with {' '.join(arguments) or 'no arguments'}"
-            why = str(error).partition("\n")[0].rstrip(".")
-            raise TypeError(explain(what, why, "Check the --arg values")) from error
-        except DataDependentOutputException as error:
-            what = f"{path} reads the values of a tensor while it makes the model"
-            why = "the model is made without memory, so its tensors have no values"
-            way_out = "Read data in train_dataloader, or in a LightningDataModule named with --data"
-            raise ValueError(explain(what, why, way_out)) from error
+    make = functools.partial(_import_target(path), **dict(_key_and_value(argument) for argument in arguments))
+    try:
+        made = _make(path, make, fake)
+    except TypeError as error:
+        what = f"{path} with {' '.join(arguments) or 'no arguments'}"
+        why = str(error).partition("\n")[0].rstrip(".")
+        raise TypeError(explain(what, why, "Check the --arg values")) from error
     if data:
         return _with_data(made, path, data)
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
@@ -78,6 +73,42 @@ def load_subject(
     made.prepare_data()
     made.setup("fit")
     return made, next(iter(made.train_dataloader()))
+
+
+def _make(name: str, make: Callable[[], Any], fake: bool) -> Any:
+    """Call ``make`` without memory if that is asked for, and really where it reads values that it has just made."""
+    if fake:
+        try:
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                return make()
+        except DataDependentOutputException:
+            pass
+    refuse_too_large(name, make, 1 if fake else _BYTES_OF_TRAINING)
+    return make()
+
+
+def refuse_too_large(name: str, make: Callable[[], Any], factor: int = _BYTES_OF_TRAINING) -> None:
+    """Raise ``ValueError`` if the parameters take more memory than is free, rather than being killed for it.
+
+    Args:
+        name: of the model, for the message.
+        make: makes the model, or (module, batch); called once without memory. Where that fails, nothing is refused.
+        factor: bytes needed for each byte of the parameters.
+    """
+    free = free_bytes(torch.device("cpu"))
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), AssumedNumbers(truth=False):
+            made = make()
+        module = made[0] if isinstance(made, tuple) else made
+        nbytes = sum(parameter.nbytes for parameter in module.parameters())
+    except Exception:  # it is called again, really, and its errors are said then
+        return
+    if free is not None and factor * nbytes > free:
+        why = f"its parameters take {format_bytes(nbytes)}"
+        if factor > 1:
+            why += f", and training them {factor} times as much"
+        what = f"{name}: {why}, of which {format_bytes(free)} are free on this machine"
+        raise ValueError(f"{what}. Predict instead: fasttrain memory, shard, or estimate with --gpu.")
 
 
 def _with_data(module: object, path: str, data: str) -> tuple[nn.Module, Any]:

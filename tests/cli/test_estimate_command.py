@@ -90,7 +90,7 @@ def test_a_training_of_images_has_a_length_in_samples(module, capsys):
         (["Net", "--tokens", "lots", "--gpu", "T4"], "--tokens lots: expected a number above 0, with k, M, B or T"),
         (["Net", "--samples", "1B", "--gpu", "T4"], "--samples: the batch holds token ids. Use --tokens."),
         (["images", "--tokens", "1B", "--gpu", "T4"], "--tokens: the batch holds no token ids. Use --samples."),
-        (["Net", "--tokens", "1B", "--gpu", "H1000"], "accelerator 'H1000': it is not in the table. Use B200, H200"),
+        (["Net", "--tokens", "1B", "--gpu", "H1000"], "accelerator 'H1000': it is not in the table. Use B300, B200"),
         (["Net", "--tokens", "1B", "--mfu", "0.3"], "mfu=0.3 without gpu"),
     ],
 )

@@ -4,6 +4,7 @@ import textwrap
 import pytest
 
 import lightning_fasttrain as ft
+from lightning_fasttrain.cli import subject
 from lightning_fasttrain.cli.main import main
 from tests.support.run_example import last_line
 
@@ -112,11 +113,24 @@ def test_it_prints_a_table(module, capsys):
         (["{module}:Net", "--arg", "wide=3"], "wide"),
         (["{module}:NoLoader"], "returns (module, batch)"),
         (["{module}:number"], "cannot be called"),
-        (["{module}:reads_values"], "named with --data"),
     ],
 )
 def test_bad_input_is_one_line(module, capsys, arguments, says):
     assert says in refusal(capsys, *[argument.format(module=module) for argument in arguments])
+
+
+def test_a_model_that_reads_values_while_it_is_made_is_made_really(module, capsys, monkeypatch):
+    assert predicted(capsys, f"{module}:reads_values")["at_peak"]["parameters"] == 2 * 4
+    monkeypatch.setattr(subject, "free_bytes", lambda device: 7)
+    assert "its parameters take 8 B, of which 7 B are free" in refusal(capsys, f"{module}:reads_values")
+
+
+def test_a_model_that_would_fill_the_memory_is_not_made_to_train(module, capsys, monkeypatch):
+    monkeypatch.setattr(subject, "free_bytes", lambda device: 4 * 512 * 4 - 1)
+    assert main(["estimate", f"{module}:Net", "--arg", "width=16", "--samples", "10"]) == 2
+    said = capsys.readouterr().err
+    assert "its parameters take 2.00 KiB, and training them 4 times as much" in said
+    assert "estimate with --gpu" in said
 
 
 def test_values_are_read_and_never_run(module, capsys, tmp_path):
