@@ -147,8 +147,10 @@ def find_cards(words: str) -> list[TechniqueCard]:
     for synonyms in _SYNONYMS:
         known.update({word: word for word in synonyms.split()})
     near = [known[word] for word in difflib.get_close_matches(wanted, known, n=3, cutoff=0.6)]
-    way_out = f"Did you mean {' or '.join(near)}?" if near else "`fasttrain techniques` lists all"
-    raise ValueError(explain(what, "nor does one describe itself by these words", way_out))
+    why = "nor does one describe itself by these words"
+    if near:
+        raise ValueError(f"{what}: {why}. Did you mean {' or '.join(near)}?")
+    raise ValueError(explain(what, why, "`fasttrain techniques` lists all"))
 
 
 def _find_described(cards: Sequence[TechniqueCard], words: str) -> list[TechniqueCard]:

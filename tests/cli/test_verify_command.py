@@ -96,7 +96,7 @@ def test_a_script_as_it_is(tmp_path, capfd, monkeypatch):
     assert report["begins"]["step"] == 1
     code, _, err = run(capfd, "--script", str(script), "--techniques", "LoRe")
     assert code == 2
-    assert "technique 'LoRe'" in err
+    assert "no technique is called 'LoRe'" in err
     assert run(capfd, "--script", str(tmp_path / "none.py"))[0] == 2
 
 
@@ -105,7 +105,7 @@ def test_bad_input_is_one_line(capsys):
         ((), "give one of TARGET, --size and --hf"),
         (("--size", "nano", "--data", "a:B"), "--data names batches for TARGET"),
         (("--size", "nano"), "expected at least one technique to compare with the plain step"),
-        (("--size", "nano", "--techniques", "LoRe"), "technique 'LoRe'"),
+        (("--size", "nano", "--techniques", "LoRe"), "no technique is called 'LoRe'"),
     ):
         code, out, err = run(capsys, *arguments)
         assert (code, out) == (2, "")
