@@ -10,12 +10,15 @@ import tomllib
 from dataclasses import replace
 from pathlib import Path
 
+import lightning as L
 import pytest
+import torch
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.bench.ladder.report import as_table_of_finals, describe_limit
 from lightning_fasttrain.bench.ladder.results import Climbed, Row
 from lightning_fasttrain.cli.main import main
+from tests.support.nets import as_loader
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -386,9 +389,54 @@ def test_the_comparison_of_strategies_is_what_the_command_prints(capsys):
 
 
 def test_its_python_is_python():
-    assert len(blocks("python")) == 3
+    assert len(blocks("python")) == 4
     for block in blocks("python"):
         ast.parse(block)
+
+
+def test_the_stack_that_it_shows_is_the_one_that_was_measured():
+    shown, measured = blocks("python")[0], Climbed.read(ROOT / "examples" / "results" / "ladder_cpu.json").tops
+    assert ast.dump(ast.parse(shown)) == ast.dump(ast.parse(measured["balanced"]["code"]))
+
+
+def test_its_adapter_is_read_without_the_package(tmp_path, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("bitsandbytes")
+    monkeypatch.chdir(tmp_path)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 99}
+    config = transformers.LlamaConfig(num_attention_heads=2, num_key_value_heads=2, **sizes)
+    transformers.LlamaForCausalLM(config).save_pretrained("base")
+    read = []
+
+    class Auto:
+        @staticmethod
+        def from_pretrained(folder):
+            read.append(transformers.AutoModelForCausalLM.from_pretrained(folder))
+            return read[-1]
+
+    class Module(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = Auto.from_pretrained("base")
+
+        def training_step(self, batch):
+            return self.net(**batch).loss
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    module = Module()
+    ids = torch.randint(99, (4, 8))
+    loader = as_loader([{"input_ids": ids, "labels": ids}] * 2)
+    quiet = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    code = blocks("python")[1].replace('precision="bf16-mixed"', "precision='32-true', max_steps=2, **quiet")
+    names = {"L": L, "ft": ft, "module": module, "loader": loader, "base": "base", "quiet": quiet}
+    exec(code, {**names, "AutoModelForCausalLM": Auto})
+    trained, alone = ({n: v for n, v in net.named_parameters() if "lora" in n} for net in (module.net, read[-1]))
+    assert len(trained) == len(alone) == 2 * 7 * 2  # A and B of seven layers in two blocks
+    for mine, theirs in zip(trained.values(), alone.values(), strict=True):
+        assert torch.equal(mine, theirs)
+    assert any("lora_B" in name and value.any() for name, value in alone.items())
 
 
 def test_its_commands_use_extras_and_scripts_that_exist():
@@ -478,7 +526,7 @@ def growth_error(row):
 
 
 def test_the_errors_of_predictions_for_many_devices_are_those_measured():
-    table = README.split("| predicted for many devices |")[1].split("\n\n")[0]
+    table = RESULTS.split("| predicted for many devices |")[1].split("\n\n")[0]
     assert f"| at most {measured_scale('scale_memory')['largest_error']:.1%} |" in table
     counts = [row for row in measured_scale("scale_counts")["rows"] if "growth" in row and row["counts"]["16"]]
     assert f"| at most {max(map(growth_error, counts)):.1%} |" in table
