@@ -124,7 +124,7 @@ def build_model(options):
             max_position_embeddings=options.length,
             num_hidden_layers=options.layers,
             hidden_size=options.width,
-            intermediate_size=options.width * 8 // 3,
+            intermediate_size=-(-options.width * 8 // 3 // 256) * 256,  # kernels are slow where it is not aligned
             num_attention_heads=options.heads,
             num_key_value_heads=options.heads,
             use_cache=False,

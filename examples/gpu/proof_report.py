@@ -22,17 +22,19 @@ DATA_SHEET_TFLOPS = {
     "B200": 2250,
 }
 MODELS = {"gpt2": "GPT-2 124M", "gpt2-medium": "GPT-2 354M", "gpt2-xl": "GPT-2 1.6B", "llama-1b": "Llama 1.3B"}
+UNTIED = ("llama-1b",)  # their embeddings are no heads
 LAST_STEPS = 50
 DONE = "done"
 
 
-def flops_per_token(parameters, layers, width, context):
-    """Forward and backward: 6 for each parameter, and 12·layers·width·context for attention.
+def flops_per_token(parameters, layers, width, context, unmultiplied=0):
+    """Forward and backward: 6 for each parameter that is multiplied, and 12·layers·width·context for attention.
 
-    The convention of PaLM (Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, appendix B): the tied head counts
-    once, among the parameters; recomputation counts for nothing; and attention counts whole, though half is masked.
+    The convention of PaLM (Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, appendix B): a head that is tied to
+    the embedding counts once, an embedding of its own, which is looked up, does not; recomputation counts for nothing;
+    and attention counts whole, though half is masked.
     """
-    return 6 * parameters + 12 * layers * width * context
+    return 6 * (parameters - unmultiplied) + 12 * layers * width * context
 
 
 def data_sheet_tflops(card):
@@ -61,7 +63,9 @@ def gpt2_rows(lines, model="gpt2"):
             continue
         run = next(run for run in good if run["side"] == row["side"])
         shape = run["settings"]
-        per_token = flops_per_token(run["parameters"], shape["layers"], shape["width"], shape["length"])
+        embedding = shape["vocabulary"] * shape["width"] if model in UNTIED else 0
+        sizes = shape["layers"], shape["width"], shape["length"]
+        per_token = flops_per_token(run["parameters"], *sizes, unmultiplied=embedding)
         tflops = row["tokens_per_s"] * per_token / 1e12
         card = lines[next(name for name in lines if name.startswith(f"{model} "))]["hardware"]["gpu"]
         sheet = data_sheet_tflops(card or "")
