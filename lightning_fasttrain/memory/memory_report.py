@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_fasttrain.core.messages import Report, ReportTable, format_bytes
+from lightning_fasttrain.core.messages import Report, ReportTable, format_bytes, number_of
 from lightning_fasttrain.memory.allocation_trace import Allocation
 from lightning_fasttrain.profiling.memory_record import CATEGORIES
 
@@ -80,8 +80,9 @@ class MemoryReport(Report):
                 table.add(f"offloaded to {place}", "", format_bytes(nbytes))
         table.add_section()
         for holder in self.holders:
-            made_by = f" by {holder.op}" if holder.op else ""
-            name = f"{holder.module or 'outside of modules'}: {holder.count} {holder.category}{made_by}"
+            several = f"{holder.count} × " if holder.count > 1 else ""
+            made = f"{several}{holder.op}" if holder.op else number_of(holder.count, "tensor")
+            name = f"{holder.module or 'outside of modules'}: {holder.category}, {made}"
             table.add(name, format_bytes(holder.nbytes), "")
         return table
 
