@@ -32,7 +32,7 @@ _SYNONYMS = {
     "ema swa weightaveraging averaging": "WeightEMA",
     "packing pack padding varlen": "MicroBatching PaddingFree",
     "offload cpuoffload": "ActivationOffload",
-    "flashattention sdpa attention": "AttentionBackend",
+    "flashattention flash sdpa attention": "AttentionBackend",
     "quantization quantize 4bit 8bit nf4 bitsandbytes": "QuantizedBase QLoRA",
     "peft adapters finetuning finetune": _ADAPTERS,
     "outofmemory oom memory lessmemory": f"{_MEMORY} ActivationOffload TiledMLP",
@@ -132,15 +132,19 @@ def find_cards(words: str) -> list[TechniqueCard]:
     named = [card for card in cards if wanted in (_plain(card.name), _plain(card.path))]
     if named:
         return named
-    for synonyms, names in _SYNONYMS.items():
-        if wanted in synonyms.split():
-            return [by_name[name] for name in names.split()]
+    meant = _meant_by(wanted)
+    if meant:
+        return [by_name[name] for name in meant]
     what = f"no technique is called {words!r}"
     for synonyms, advice in _ELSEWHERE.items():
         if wanted in synonyms.split():
             why, _, way_out = advice.partition(": ")
             raise ValueError(explain(what, why, f"Use {way_out}"))
     found = _find_described(cards, words)
+    if found:
+        return found
+    for word in words.split():  # as in "slow dataloader"
+        found += [by_name[name] for name in _meant_by(_plain(word)) if by_name[name] not in found]
     if found:
         return found
     known = {_plain(name): name for name in by_name}
@@ -151,6 +155,11 @@ def find_cards(words: str) -> list[TechniqueCard]:
     if near:
         raise ValueError(f"{what}: {why}. Did you mean {' or '.join(near)}?")
     raise ValueError(explain(what, why, "`fasttrain techniques` lists all"))
+
+
+def _meant_by(wanted: str) -> list[str]:
+    """Return the names of the techniques that one of the field's words stands for."""
+    return next((names.split() for synonyms, names in _SYNONYMS.items() if wanted in synonyms.split()), [])
 
 
 def _find_described(cards: Sequence[TechniqueCard], words: str) -> list[TechniqueCard]:
