@@ -8,19 +8,18 @@ from pathlib import Path
 
 from lightning_fasttrain.core.atomic_write import write_atomic
 from lightning_fasttrain.core.messages import format_bytes, format_ms, number_of
-from lightning_fasttrain.doctor.diagnosis import Diagnosis, Finding, describe_cost
+from lightning_fasttrain.doctor.diagnosis import PHASE_NAMES, Diagnosis, Finding, describe_cost
 from lightning_fasttrain.doctor.observation.step_records import LineTime
 from lightning_fasttrain.profiling.memory_record import CATEGORIES, COLOURS, MemoryRecord, fill_page
 
-# Phase → colour, and what a reader sees.
 PHASES = {
-    "data_wait": ("#d1603d", "waiting for data"),
-    "transfer": ("#e3a63d", "host to device"),
-    "forward": ("#3f68a8", "forward"),
-    "backward": ("#6f93cf", "backward"),
-    "optimizer": ("#4f9f78", "optimizer"),
-    "callbacks": ("#8f7cbf", "callbacks"),
-    "other": ("#b3b7bf", "everything else"),
+    "data_wait": "#d1603d",
+    "transfer": "#e3a63d",
+    "forward": "#3f68a8",
+    "backward": "#6f93cf",
+    "optimizer": "#4f9f78",
+    "callbacks": "#8f7cbf",
+    "other": "#b3b7bf",
 }
 _WIDTH, _BAR, _TICK, _AREA = 960, 46, 18, 220
 _LEAST_LABEL = 0.06  # share of the picture below which a phase has no label in the bar
@@ -30,7 +29,7 @@ _BLOCKS = ("#3f68a8", "#6f93cf")
 
 def draw_phases(phase_ms: Mapping[str, float]) -> Iterator[str]:
     """Yield the phases of a step as a bar, in their order, with a scale below it; and a legend with all times."""
-    parts = [(PHASES[name][1], ms, PHASES[name][0]) for name, ms in phase_ms.items()]
+    parts = [(PHASE_NAMES[name], ms, PHASES[name]) for name, ms in phase_ms.items()]
     yield from _bar(parts, "phases of a step")
     total = sum(phase_ms.values()) or 1.0
     yield "<table>"
@@ -215,7 +214,7 @@ def _lines(diagnosis: Diagnosis) -> Iterator[str]:
 def _table_of_lines(lines: Sequence[tuple[str, LineTime]]) -> Iterator[str]:
     yield "<table><tr><th>ms/step<th>phase<th>line<th>"
     for phase, timed in lines:
-        label = PHASES[phase][1]
+        label = PHASE_NAMES[phase]
         where, text = escape(str(timed.line)), escape(timed.line.text)
         yield f"<tr><td>{format_ms(timed.ms)}<td>{label}<td>{where}<td><code>{text}</code>"
     yield "</table>"

@@ -31,6 +31,8 @@ class PaddingShare:
         padded: number of their tokens, padding included.
         filled: number of their tokens without padding.
         left: number of tokens that micro-batches without padding would run.
+        rows, begin_late: number of rows, and of those whose padding comes first.
+        source: where the padding was read from.
 
     Example:
         >>> import torch
@@ -40,9 +42,9 @@ class PaddingShare:
     """
 
     def __init__(self) -> None:
-        self.batches = self.padded = self.filled = 0
+        self.batches = self.padded = self.filled = self.rows = self.begin_late = 0
         self.left = 0.0
-        self._source = ""
+        self.source = ""
 
     def add(self, batch: object) -> None:
         """Count the padding of a batch. The host waits for it if it is on a device."""
@@ -57,7 +59,9 @@ class PaddingShare:
         self.padded += extents.padded
         self.filled += extents.filled
         self.left += extents.padded * extents.share_of(groups, _MULTIPLE_OF)
-        self._source = str(extents.padding)
+        self.rows += len(extents.rows)
+        self.begin_late += sum(any(begin > 0 for begin, _ in ends) for ends in extents.rows)
+        self.source = str(extents.padding)
 
     @property
     def share(self) -> float:
@@ -72,7 +76,7 @@ class PaddingShare:
             return ""
         batches = number_of(self.batches, "batch", "batches")
         return (
-            f"{self.share:.0%} of the tokens of {batches} seem to be padding ({self._source}): MicroBatching({_PARTS}) "
+            f"{self.share:.0%} of the tokens of {batches} seem to be padding ({self.source}): MicroBatching({_PARTS}) "
             f"would run ×{self.left / self.padded:.2f} of them, where a trial shows that padding has no effect."
         )
 

@@ -12,10 +12,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_fasttrain.core.batch.padding_share import PaddingShare
 from lightning_fasttrain.core.checks.annotations import Bounds
 from lightning_fasttrain.core.distributed import from_all_ranks, is_sharded
 from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.core.modules.wrapped_forward import is_compiled
+from lightning_fasttrain.doctor.observation.operator_costs import OperatorCosts
 from lightning_fasttrain.doctor.observation.operator_trials import OperatorTrials
 from lightning_fasttrain.doctor.observation.operator_watch import (
     ModuleWatch,
@@ -120,6 +122,7 @@ class Watch:
         self.schedulers: dict[int, SchedulerCall] = {}
         self.actions: dict[str, list[float]] = {}
         self.loader = LoaderFacts()
+        self.padding = PaddingShare()
         self.host = HostFacts()
         self.done = 0
         self.models: list[nn.Module] = []
@@ -153,12 +156,14 @@ class Watch:
         self.sampler.active = self.blocks.active = is_timed
         if not looks or any(map(is_compiled, self.models)):
             return
-        trial = _try_nothing
+        trial, costs = _try_nothing, None
         if number == 1:
             # Once, since each trial runs an operator several times.
             self.trials.budget_s = _SHARE_OF_TRIALS * self.steps * self.timer.step_times()[0]["step"] / 1e3
             trial = self.trials
-        self._look = self.looks[number] = OperatorWatch(lambda: self.timer.current, trial)
+        else:
+            costs = OperatorCosts(self.device)
+        self._look = self.looks[number] = OperatorWatch(lambda: self.timer.current, trial, costs)
         self.modules.start(self.models)
         self._look.__enter__()
 
@@ -213,6 +218,11 @@ class Watch:
         for number in (_TRACED, *self.looks, *self._recorded):
             times.pop(number, None)
         return times
+
+    def operator_ms(self) -> dict[str, float]:
+        """Return the milliseconds of forward and backward by kind of operator, in the step without trials."""
+        costs = [look.costs.read() for look in self.looks.values() if look.costs is not None]
+        return costs[-1] if costs else {}
 
     def compare_ranks(self) -> None:
         """Exchange the times of all ranks; each rank must call it."""
