@@ -30,7 +30,7 @@ _BLOCKS = ("#3f68a8", "#6f93cf")
 def draw_phases(phase_ms: Mapping[str, float]) -> Iterator[str]:
     """Yield the phases of a step as a bar, in their order, with a scale below it; and a legend with all times."""
     parts = [(PHASE_NAMES[name], ms, PHASES[name]) for name, ms in phase_ms.items()]
-    yield from _bar(parts, "phases of a step")
+    yield from draw_bar(parts, "phases of a step")
     total = sum(phase_ms.values()) or 1.0
     yield "<table>"
     for label, ms, colour in parts:
@@ -45,13 +45,13 @@ def draw_blocks(block_ms: Mapping[str, float]) -> Iterator[str]:
         return
     yield "<h2>The forward, block by block</h2>"
     parts = [(name, ms, _BLOCKS[number % 2]) for number, (name, ms) in enumerate(block_ms.items())]
-    yield from _bar(parts, "forward by block")
+    yield from draw_bar(parts, "forward by block")
     slowest = sorted(block_ms.items(), key=lambda one: -one[1])[:3]
     listed = ", ".join(f"<code>{escape(name)}</code> {format_ms(ms)} ms" for name, ms in slowest)
     yield f"<p>The slowest: {listed}.</p>"
 
 
-def _bar(parts: list[tuple[str, float, str]], what: str) -> Iterator[str]:
+def draw_bar(parts: list[tuple[str, float, str]], what: str) -> Iterator[str]:
     """Yield a bar of parts (label, milliseconds, colour), side by side, with a scale below it."""
     total = sum(ms for _, ms, _ in parts) or 1.0
     yield f'<svg viewBox="0 0 {_WIDTH} {_BAR + _TICK}" width="100%" role="img" aria-label="{what}">'

@@ -182,6 +182,7 @@ class Choice:
     parts: int = 1
     precision: str = "32-true"
     adapter: str = ""
+    layout: str = ""
     head: str = ""
     recompute: str | Budget = ""
     compile: str = ""

@@ -9,13 +9,19 @@ from dataclasses import replace
 from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.messages import describe_error, explain
 from lightning_fasttrain.micro_batching.padding.trim_search import TrimSearch
-from lightning_fasttrain.planner.candidates import Axes, Budget, Choice, PredictedMemory
+from lightning_fasttrain.planner.candidates import Axes, Budget, Choice, PredictedMemory, switch_of
 from lightning_fasttrain.planner.plan import TELLS, Tried, is_decided, simplest_of_equals_first, why_slower
 from lightning_fasttrain.planner.timing import Costs, Stopwatch, Timed, assume_factor
 
 _ROUNDS, _MOST_ROUNDS = 3, 6  # in which finalists are run in turn
 _FINALISTS = 6
+_FIRST = ("precision", "layout", "head", "compile")
+_NEVER_FASTER = 1.08  # assumed cost of what recomputes or moves: where the plain step fits it is not measured
 _NEAR = 1.15  # by how much single switches may mislead about several
+
+
+def _only_saves_memory(axis: str, word: str | Budget) -> bool:
+    return axis != "precision" and switch_of(axis, word).setting.cost >= _NEVER_FASTER
 
 
 class Search:
@@ -144,6 +150,7 @@ class Search:
                 yield choice
 
     def _measure_switches(self, base: Choice) -> None:
+        plain = Choice(precision=self.axes.precision)
         first = self._measure(base, at_all_costs=True)
         # The loss cannot be split, and the reason is noted.
         if first is None and base.parts > 1:
@@ -154,9 +161,11 @@ class Search:
         # An assumed cost, for models whose batches are never measured in more micro-batches.
         self.costs.assume(base.parts, ms / self.costs.factor(base))
         self._measure_more_parts(base, ms)
-        for axis, words in self.axes.words.items():
-            for word in words[1:]:
-                self._measure_switch(base, ms, axis, word)
+        # What may gain most comes first, since the time may not suffice for all.
+        for axis in sorted(self.axes.words, key=lambda axis: _FIRST.index(axis) if axis in _FIRST else len(_FIRST)):
+            for word in self.axes.words[axis][1:]:
+                if not (base == plain and _only_saves_memory(axis, word)):
+                    self._measure_switch(base, ms, axis, word)
         if base.parts == self.axes.parts[-1] > 1:
             self._measure_fewer_parts(base, ms)
 

@@ -161,6 +161,7 @@ class Facts:
         compiler: whether ``torch.compile`` can work.
         blocks: repeated blocks in the model.
         heads: layers that turn features into predictions.
+        convolutions: 2-D convolutions in the model.
         trains: share of the parameters that require a gradient.
         precision: as Lightning means it.
         accumulates: batches whose gradients are summed in a step.
@@ -172,6 +173,7 @@ class Facts:
     compiler: bool | None = None
     blocks: int | None = None
     heads: int | None = None
+    convolutions: int | None = None
     trains: float | None = None
     precision: str | None = None
     accumulates: int | None = None
@@ -195,12 +197,13 @@ def facts_of_machine() -> Facts:
 
 
 def add_model(facts: Facts, model: nn.Module) -> Facts:
-    """Return the facts with the numbers of blocks and heads of a model."""
+    """Return the facts with the numbers of blocks, heads and 2-D convolutions of a model."""
     try:
         blocks = len(find_blocks(model))
     except ValueError:  # there are none, or they cannot be told apart
         blocks = 0
-    return replace(facts, blocks=blocks, heads=len(find_heads(model)))
+    convolutions = sum(isinstance(module, nn.Conv2d | nn.ConvTranspose2d) for module in model.modules())
+    return replace(facts, blocks=blocks, heads=len(find_heads(model)), convolutions=convolutions)
 
 
 def describe_clipping(value: float | None, algorithm: str | None) -> str:

@@ -4,16 +4,23 @@ import argparse
 import ast
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from lightning_fasttrain.cli.command import CommandError, note, refusing
 from lightning_fasttrain.cli.rehearsal.rehearse import ask_script
+from lightning_fasttrain.cli.tuning.apply_advice import apply_to_source, find_keyword, find_trainer
 
 TUNE = "FASTTRAIN_TUNE"  # in the environment of the script: what is asked for, as JSON
 KEEPS = ("exact", "tolerance", "anything")
-_POINT = "lightning_fasttrain.cli.tuned_script:make_callbacks"
+# What a new process runs, with the script and its arguments after it.
+RUNNER = "from lightning_fasttrain.cli.tuning.tuned_script import run_tuned; run_tuned()"
+_POINT = "lightning_fasttrain.cli.tuning.tuned_script:make_callbacks"
 _NOISE = 0.03  # of a step's time: a gain below it, or one whose interval contains 1, is none
+_LEAST_SHARE = 0.03  # of a step, for a cost to be named
+_MOST_COSTS, _MOST_FINDINGS = 6, 3
+_WAIT = "waiting for data"
 
 
 @dataclass(frozen=True)
@@ -33,6 +40,10 @@ class Advice:
         is_same: whether they are, within what the techniques promise.
         replaced: techniques of the script, instead of which the others were measured.
         yaml: the same for LightningCLI.
+        costs: what a step of the script spends its time on, in ms, the largest first; with loader and callbacks.
+        findings: what else the doctor saw: (share of the step, what, cure).
+        points: the combinations that were considered: name, ms, bytes, and whether the time was measured.
+        lines: for a loop of its own, what to write there; None for a Trainer.
     """
 
     before_ms: float
@@ -48,6 +59,10 @@ class Advice:
     is_same: bool
     replaced: list[str]
     yaml: str
+    costs: list[tuple[str, float]] = field(default_factory=list)
+    findings: list[tuple[float, str, str]] = field(default_factory=list)
+    points: list[dict[str, Any]] = field(default_factory=list)
+    lines: list[str] | None = None
 
     @property
     def is_worth_it(self) -> bool:
@@ -55,34 +70,69 @@ class Advice:
         faster = self.gain[0] > 1 + _NOISE and self.gain[1] > 1
         return self.is_same and (faster or self.after_bytes < 0.9 * self.before_bytes)
 
+    def list_shares(self) -> list[tuple[str, float]]:
+        """Return the largest costs of a step with their shares."""
+        total = sum(ms for _, ms in self.costs) or 1.0
+        shares = [(what, ms / total) for what, ms in self.costs]
+        return [(what, share) for what, share in shares if share >= _LEAST_SHARE][:_MOST_COSTS]
+
 
 def tune_script(options: argparse.Namespace) -> int:
     """Run ``fasttrain tune``: print what to add to a script, and what it gains there."""
     script = Path(options.script)
-    if options.minutes <= 0:
-        raise CommandError(f"--minutes {options.minutes:g}: no time to measure anything. Use --minutes 5.")
-    if options.memory != "fit" and not _is_positive(options.memory):
-        raise CommandError(f"--memory {options.memory}: expected GiB, as in --memory 20, or fit.")
+    _refuse_bad_input(options, script)
     orders = {"memory": options.memory, "keep": options.keep, "seconds": 60 * options.minutes}
     told = {TUNE: json.dumps(orders)}
-    result, code = ask_script(options.script, options.arguments, told, quiet=options.json, point=_POINT)
+    note(f"Running {script} up to its first steps; then its model is measured on copies, and the script ends.")
+    result, code = ask_script(
+        options.script, options.arguments, told, quiet=options.json, point=_POINT, runner=RUNNER
+    )
     if result is None and code == 0:
-        raise CommandError("the script ended without a Trainer.fit. For a loop of your own, see fasttrain doctor.")
+        raise CommandError("the script ended without a Trainer.fit, or a loop with six steps, so nothing was measured.")
     if result is None:
         raise CommandError(f"the script ended with {code} before its first step, see above.", 1)
     if not result["ok"]:
         raise CommandError(result["error"], 1)
     advice = Advice(**result["advice"])
     if options.json:
-        print(json.dumps({"is_worth_it": advice.is_worth_it, **result["advice"]}, indent=2))
+        print(json.dumps({"is_worth_it": advice.is_worth_it, **asdict(advice)}, indent=2))
     else:
         print(describe(advice, script))
+    if options.out:
+        from lightning_fasttrain.cli.tuning.tune_page import save_page
+
+        with refusing(OSError):
+            note(f"Written: {save_page(advice, script, options.out)}")
     if options.apply and advice.is_worth_it:
         with refusing(OSError):
             note(f"Written: {write_copy(script, advice)}")
     elif options.apply:
         note("Nothing was written, since nothing is advised.")
     return 0
+
+
+def _refuse_bad_input(options: argparse.Namespace, script: Path) -> None:
+    if options.minutes <= 0:
+        raise CommandError(f"--minutes {options.minutes:g}: no time to measure anything. Use --minutes 5.")
+    if options.memory != "fit" and not _is_positive(options.memory):
+        raise CommandError(f"--memory {options.memory}: expected GiB, as in --memory 20, or fit.")
+    with refusing(SyntaxError, OSError):
+        imported = _list_imports(script.read_text())
+    if "pytorch_lightning" in imported:
+        raise CommandError(
+            f"{script} imports pytorch_lightning, whose Trainer takes no callbacks of the package lightning. "
+            "Write import lightning.pytorch as pl instead; the rest of the script stays as it is."
+        )
+
+
+def _list_imports(source: str) -> set[str]:
+    found = set[str]()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found.update(alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module.partition(".")[0])
+    return found
 
 
 def _is_positive(text: str) -> bool:
@@ -94,69 +144,86 @@ def _is_positive(text: str) -> bool:
 
 def describe(advice: Advice, script: Path) -> str:
     """Return one screen: what a step takes, what is advised, what it gains, and the change of the script."""
-    from lightning_fasttrain.core.messages import align, format_bytes, output_width, wrap
+    from lightning_fasttrain.core.messages import align, output_width, wrap
 
-    peak = f"peak memory {format_bytes(advice.before_bytes)}"
-    before = f"{advice.before_ms:,.4g} ms/step, {peak}" if advice.before_ms else f"does not fit: predicted {peak}"
-    rows = [("Without techniques" if advice.replaced else "Script as it is", before)]
-    if advice.is_worth_it:
-        value, low, high = advice.gain
-        names = [*([advice.precision] if advice.precision else []), *advice.techniques]
-        times = advice.before_bytes / advice.after_bytes
-        gained = f", {value:.2f} times as fast ({low:.2f} to {high:.2f}, in turn)" if advice.before_ms else ""
-        rows += [
-            ("Advised", ", ".join(names)),
-            ("Time", f"{advice.after_ms:,.4g} ms/step{gained}"),
-            ("Peak memory", f"{format_bytes(advice.after_bytes)}, {times:.1f} times less"),
-            ("Same training", advice.verdict),
-        ]
-    else:
-        rows.append(("Advised", f"nothing: {_explain_nothing(advice)}"))
-    if advice.replaced:
-        rows.append(("Instead of", ", ".join(advice.replaced)))
     shown: list[str] = []
-    for line in align(f"fasttrain tune {script}", rows).splitlines():
+    for line in align(f"fasttrain tune {script}", list_facts(advice)).splitlines():
         shown += wrap(line, output_width(), hanging=" " * 19)
     shown.append("")
-    for sentence in [*(advice.reasons if advice.is_worth_it else []), *advice.notes]:
+    sentences = [*(advice.reasons if advice.is_worth_it else []), *list_findings(advice), *advice.notes]
+    for sentence in sentences:
         shown += wrap(sentence, output_width(), hanging="  ")
     if advice.is_worth_it:
         shown += ["", *describe_change(script, advice)]
     return "\n".join(shown).rstrip()
 
 
+def list_facts(advice: Advice) -> list[tuple[str, str]]:
+    """Return the facts of an advice: (label, fact)."""
+    from lightning_fasttrain.core.messages import format_bytes, format_ms
+
+    rows: list[tuple[str, str]] = []
+    if advice.costs:
+        shares = ", ".join(f"{what} {share:.0%}" for what, share in advice.list_shares())
+        rows.append(("Time goes to", f"{shares} of {format_ms(sum(ms for _, ms in advice.costs))} ms"))
+    peak = f"peak memory {format_bytes(advice.before_bytes)}"
+    before = f"{advice.before_ms:,.4g} ms/step, {peak}" if advice.before_ms else f"does not fit: predicted {peak}"
+    if advice.before_bytes:
+        rows.append(("Without techniques" if advice.replaced else "Script as it is", before))
+    if not advice.is_worth_it:
+        rows.append(("Advised", f"nothing: {_explain_nothing(advice)}"))
+    else:
+        value, low, high = advice.gain
+        names = [*([advice.precision] if advice.precision else []), *advice.techniques]
+        times = advice.before_bytes / advice.after_bytes
+        gained = f", {value:.2f} times as fast ({low:.2f} to {high:.2f}, in turn)" if advice.before_ms else ""
+        less = f"{times:.1f} times less" if times > 1.05 else f"×{1 / times:.2f}"
+        rows += [
+            ("Advised", ", ".join(names)),
+            ("Time", f"{advice.after_ms:,.4g} ms/step{gained}"),
+            ("Peak memory", f"{format_bytes(advice.after_bytes)}, {less}"),
+            ("Same training", advice.verdict),
+        ]
+    if advice.replaced:
+        rows.append(("Instead of", ", ".join(advice.replaced)))
+    return rows
+
+
+def list_findings(advice: Advice) -> list[str]:
+    """Return a sentence on each finding of the doctor, with what to change."""
+    found: list[str] = []
+    for share, what, cure in advice.findings[:_MOST_FINDINGS]:
+        found.append(f"{share:.0%} of the step: {what}. {cure}." if share else f"{what}. {cure}.")
+    return found
+
+
 def _explain_nothing(advice: Advice) -> str:
     if advice.techniques and not advice.is_same:
         return f"with {', '.join(advice.techniques)} it would be another training ({advice.verdict})"
-    return "no technique that keeps the training makes a step faster or leaner by more than the variation of its time"
+    shares = advice.list_shares()
+    if shares and shares[0][0] == _WAIT:
+        return f"your step waits for data {shares[0][1]:.0%} of its time, see below"
+    none = "no technique that keeps the training makes a step faster or leaner by more than the variation of its time"
+    if advice.lines is not None:
+        none = "the step is in a loop of your own, on which techniques cannot be tried"
+    return f"{none}; the most goes to {shares[0][0]}, {shares[0][1]:.0%}" if shares else none
 
 
 def describe_change(script: Path, advice: Advice) -> list[str]:
     """Return the lines to change, with the line of the script's Trainer where there is a single one."""
+    if advice.lines is not None:
+        return advice.lines
     source = script.read_text()
     if "LightningCLI" in source:
         return ["In the configuration:", "", *advice.yaml.splitlines()]
     call = find_trainer(source)
     where = "where the Trainer is made:" if call is None else f"in line {call.lineno} of {script}:"
     settings = [f"precision={advice.precision!r}"] if advice.precision else []
-    others = ", ..." if call is not None and _keyword(call, "callbacks") is not None else ""
+    others = ", ..." if call is not None and find_keyword(call, "callbacks") is not None else ""
     if advice.techniques:
         settings.append(f"callbacks=[{', '.join(advice.techniques)}{others}]")
     imports = ["import lightning_fasttrain as ft", ""] if advice.techniques else []
-    return [*imports, f"{where}  L.Trainer(..., {', '.join(settings)})"]
-
-
-def find_trainer(source: str) -> ast.Call | None:
-    """Return the call that makes the Trainer of a script; None if there is no single one."""
-    calls: list[ast.Call] = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "Trainer":
-            calls.append(node)
-    return calls[0] if len(calls) == 1 else None
-
-
-def _keyword(call: ast.Call, name: str) -> ast.keyword | None:
-    return next((keyword for keyword in call.keywords if keyword.arg == name), None)
+    return [*imports, where, f"  L.Trainer(..., {', '.join(settings)})"]
 
 
 def write_copy(script: Path, advice: Advice) -> Path:
@@ -179,84 +246,3 @@ def write_copy(script: Path, advice: Advice) -> Path:
             "written. Change the line above by hand."
         )
     return write_atomic(script.with_name(f"{script.stem}_tuned.py"), changed)
-
-
-def apply_to_source(source: str, techniques: Sequence[str], precision: str | None) -> str | None:
-    """Return the source with the techniques in the callbacks of its Trainer; None if that cannot be done by a program.
-
-    Example:
-        >>> print(apply_to_source("import lightning as L\\nL.Trainer(max_epochs=1)", ["ft.MicroBatching(2)"], None))
-        import lightning as L
-        import lightning_fasttrain as ft
-        L.Trainer(max_epochs=1, callbacks=[ft.MicroBatching(2)])
-    """
-    call = find_trainer(source)
-    if call is None or any(keyword.arg is None for keyword in call.keywords):  # **settings may hold callbacks
-        return None
-    edits: list[_Edit | None] = []
-    appended: list[str] = []
-    for name, made in _list_settings(techniques, precision):
-        given = _keyword(call, name)
-        if given is None:
-            appended.append(f"{name}=[{made}]" if name == "callbacks" else f"{name}={made}")
-        else:
-            edits.append(_add_to_list(given.value, made) if name == "callbacks" else _replace(given.value, made))
-    if appended:
-        edits.append(_append(call, ", ".join(appended)))
-    if None in edits:
-        return None
-    lines = source.encode().splitlines(keepends=True)  # columns of the syntax tree count bytes
-    for line, column, end, text in sorted(filter(None, edits), reverse=True):
-        row = lines[line - 1]
-        lines[line - 1] = row[:column] + text.encode() + row[end:]
-    if techniques:
-        lines.insert(_after_imports(source), b"import lightning_fasttrain as ft\n")
-    changed = b"".join(lines).decode()
-    ast.parse(changed)
-    return changed
-
-
-_Edit = tuple[int, int, int, str]  # line, first column, end column, text
-
-
-def _list_settings(techniques: Sequence[str], precision: str | None) -> list[tuple[str, str]]:
-    settings = [("callbacks", ", ".join(techniques))] if techniques else []
-    return [*settings, ("precision", repr(precision))] if precision else settings
-
-
-def _add_to_list(given: ast.expr, made: str) -> _Edit | None:
-    if not isinstance(given, ast.List):
-        return None
-    text = f"{made}, " if given.elts else made
-    return given.lineno, given.col_offset + 1, given.col_offset + 1, text
-
-
-def _replace(given: ast.expr, made: str) -> _Edit | None:
-    if given.lineno != given.end_lineno:
-        return None
-    return given.lineno, given.col_offset, int(given.end_col_offset or 0), made
-
-
-def _append(call: ast.Call, argument: str) -> _Edit:
-    """Insert an argument after the last one, or into the empty parentheses."""
-    arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
-    if not arguments:
-        end = int(call.end_col_offset or 0) - 1
-        return int(call.end_lineno or 0), end, end, argument
-    last = max(arguments, key=lambda node: (node.end_lineno, node.end_col_offset))
-    end = int(last.end_col_offset or 0)
-    return int(last.end_lineno or 0), end, end, f", {argument}"
-
-
-def _after_imports(source: str) -> int:
-    """Return the number of the line after the first imports of a module; after its docstring if it has no imports."""
-    body, last = ast.parse(source).body, 0
-    for statement in body:
-        if isinstance(statement, ast.Import | ast.ImportFrom):
-            last = int(statement.end_lineno or 0)
-        elif last:
-            break
-    if last:
-        return last
-    has_docstring = isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant)
-    return int(body[0].end_lineno or 0) if has_docstring else body[0].lineno - 1
