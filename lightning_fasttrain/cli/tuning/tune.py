@@ -3,7 +3,6 @@
 import argparse
 import ast
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,9 +65,10 @@ class Advice:
 
     @property
     def is_worth_it(self) -> bool:
-        """Whether the steps are the same training, and faster or in clearly less memory."""
+        """Whether the steps are the same training, and faster, or in clearly less memory and not slower."""
         faster = self.gain[0] > 1 + _NOISE and self.gain[1] > 1
-        return self.is_same and (faster or self.after_bytes < 0.9 * self.before_bytes)
+        leaner = self.after_bytes < 0.9 * self.before_bytes and self.gain[0] > 1 - _NOISE
+        return self.is_same and (faster or leaner)
 
     def list_shares(self) -> list[tuple[str, float]]:
         """Return the largest costs of a step with their shares."""
@@ -84,9 +84,7 @@ def tune_script(options: argparse.Namespace) -> int:
     orders = {"memory": options.memory, "keep": options.keep, "seconds": 60 * options.minutes}
     told = {TUNE: json.dumps(orders)}
     note(f"Running {script} up to its first steps; then its model is measured on copies, and the script ends.")
-    result, code = ask_script(
-        options.script, options.arguments, told, quiet=options.json, point=_POINT, runner=RUNNER
-    )
+    result, code = ask_script(options.script, options.arguments, told, quiet=options.json, point=_POINT, runner=RUNNER)
     if result is None and code == 0:
         raise CommandError("the script ended without a Trainer.fit, or a loop with six steps, so nothing was measured.")
     if result is None:
@@ -177,6 +175,8 @@ def list_facts(advice: Advice) -> list[tuple[str, str]]:
         names = [*([advice.precision] if advice.precision else []), *advice.techniques]
         times = advice.before_bytes / advice.after_bytes
         gained = f", {value:.2f} times as fast ({low:.2f} to {high:.2f}, in turn)" if advice.before_ms else ""
+        if low <= 1 <= high and advice.before_ms:
+            gained += ": not proven, give more --minutes or a quieter machine"
         less = f"{times:.1f} times less" if times > 1.05 else f"×{1 / times:.2f}"
         rows += [
             ("Advised", ", ".join(names)),

@@ -63,7 +63,8 @@ def draw_points(advice: Advice) -> Iterator[str]:
     for nbytes, ms, colour, name, point in points:
         x, y = _MARGIN + nbytes * across, bottom - ms * up
         title = escape(name or f"{point['name']}: {format_ms(ms)} ms, {format_bytes(nbytes)}")
-        yield f'<circle cx="{x:.0f}" cy="{y:.0f}" r="{8 if name else 5}" fill="{colour}"><title>{title}</title></circle>'
+        radius = 8 if name else 5
+        yield f'<circle cx="{x:.0f}" cy="{y:.0f}" r="{radius}" fill="{colour}"><title>{title}</title></circle>'
         if name:
             yield f'<text x="{x + 12:.0f}" y="{y + 4:.0f}" style="fill:{colour};font-weight:600">{name}</text>'
     yield "</svg>"

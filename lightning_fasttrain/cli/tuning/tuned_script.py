@@ -170,16 +170,34 @@ class Tuning:
         )
         fitting = list_fitting(plan)
         times_ms = self.measure_in_turn(watch, list_rivals(plan, fitting))
-        fastest = find_fastest(plan, times_ms, fitting)
+        fastest, verified, refused = self.verify_fastest(rank(plan, times_ms, fitting), check)
         peaks: dict[Choice, float] = {plan.plain.choice: plan.plain.predicted_bytes}
         for choice in {plan.plain.choice, fastest} & times_ms.keys():
             self.progress.say(f"measuring the memory of {choice}")
             peaks[choice] = watch.time(choice, peak=True).peak_bytes
-        verified = None
-        if fastest.techniques():
-            self.progress.say("verifying that the training is the same")
-            verified = check(fastest.techniques())
-        return advice_of(plan, fastest, times_ms, peaks, verified)
+        advice = advice_of(plan, fastest, times_ms, peaks, verified)
+        advice.notes.extend(refused)
+        return advice
+
+    def verify_fastest(
+        self, ranked: Sequence[Choice], check: Callable[[list[Technique]], Verification]
+    ) -> tuple[Choice, Verification | None, list[str]]:
+        """Return the first choice whose training is the same, its verification, and why those before it are not used.
+
+        If none is, it is the first one, as what would have been the fastest.
+        """
+        results: list[tuple[Choice, Verification | None]] = []
+        refused: list[str] = []
+        for choice in ranked:
+            verified = None
+            if choice.techniques():
+                self.progress.say(f"verifying that the training is the same with {choice}")
+                verified = check(choice.techniques())
+            if verified is None or verified.ok:
+                return choice, verified, refused
+            results.append((choice, verified))
+            refused.append(f"Not advised is {choice}: {describe_verdict(verified).rstrip('.')}.")
+        return *results[0], []
 
     def measure_in_turn(self, watch: Stopwatch, rivals: list[Choice]) -> dict[Choice, list[float]]:
         """Measure a step of each of the choices in turn, until it is decided which one is the fastest, or time is up.
@@ -310,7 +328,7 @@ def list_fitting(plan: Plan) -> list[Choice]:
     has none, their time to compile did not pay.
     """
     chosen = plan.chosen.choice
-    found = [chosen, replace(chosen, compile="")]
+    found = [chosen, replace(chosen, compile=""), replace(chosen, layout="")]
     for tried in plan.tried:
         if tried.predicted_bytes <= plan.limit_gib * GIB and (chosen.compile or not tried.choice.compile):
             found.append(tried.choice)
@@ -324,13 +342,19 @@ def list_rivals(plan: Plan, fitting: list[Choice]) -> list[Choice]:
     return [plan.plain.choice, *list(wanted)[:_RIVALS]]
 
 
-def find_fastest(plan: Plan, times_ms: Mapping[Choice, list[float]], fitting: Sequence[Choice]) -> Choice:
-    """Return the fastest choice that fits, of equally fast ones the simplest; the plain step only if it is alone."""
+def rank(plan: Plan, times_ms: Mapping[Choice, list[float]], fitting: Sequence[Choice]) -> list[Choice]:
+    """Return the choices that fit, the fastest and simplest first; the plain step only if it is alone."""
     plain = plan.plain.choice
     allowed = [choice for choice in times_ms if choice in fitting and choice != plain] or list(times_ms)
     ranked = [Tried(choice, 0.0, 0.0, tuple(times_ms[choice])) for choice in allowed]
     ranked.sort(key=lambda tried: tried.ms)
-    return simplest_of_equals_first(ranked)[0].choice
+    return [tried.choice for tried in simplest_of_equals_first(ranked)]
+
+
+def describe_verdict(verified: Verification) -> str:
+    """Return why a verification failed, or how near the training is."""
+    verdicts = [row.verdict for row in verified.rows[:1]]
+    return ". ".join([*(problem.rstrip(".") for problem in verified.problems), *verdicts])
 
 
 def advice_of(
@@ -349,7 +373,7 @@ def advice_of(
     precision = choice.precision if choice.precision != plain.precision else None
     verdicts: list[str] = []
     if verified is not None:
-        verdicts += [*verified.problems, f"{verified.rows[0].verdict}, as verified on the first batches"]
+        verdicts.append(f"{describe_verdict(verified)}, as verified on the first batches")
     if precision is not None:
         verdicts.append(f"{precision} rounds products to 16 bits")
     points: list[dict[str, Any]] = []
@@ -392,8 +416,8 @@ def with_diagnosis(advice: Advice, diagnosis: Diagnosis) -> Advice:
 
 _UNMARKED = (
     "Nothing marks the step of this loop, so no technique was tried on it. Write "
-    "loss = ft.accumulate_gradients(step, batch) in place of the forward and loss.backward(), where step is a function "
-    "that maps a batch to its loss, and run this command again."
+    "loss = ft.accumulate_gradients(step, batch, n=1) in place of the forward and loss.backward(), where step is a "
+    "function that maps a batch to its loss, and run this command again."
 )
 
 
@@ -422,7 +446,9 @@ class TunedLoop:
             self._marked = step, batch
             return original(step, batch, *arguments, **named)
 
-        patch(file, "accumulate_gradients", accumulate_gradients)
+        for module in list(sys.modules.values()):  # packages keep the names that were asked for
+            if vars(module).get("accumulate_gradients") is original:
+                patch(module, "accumulate_gradients", accumulate_gradients)
 
     def _report(self, diagnosis: Diagnosis) -> None:
         if self._marked is None or len(self.examination.watch.models) != 1:

@@ -103,7 +103,9 @@ def find_padding(watch: Watch, measured: Measured) -> Iterator[Finding]:
     if padding.begin_late > padding.rows / 2:
         what += ", which comes before the tokens"
         details = ("A model that counts positions from the first column needs this padding, so it cannot be cut off",)
-        cure = f'Pad on the right: tokenizer.padding_side = "right", or pass position_ids made from the mask; then {_CUTS}'
+        cure = (
+            f'Pad on the right: tokenizer.padding_side = "right", or pass position_ids made from the mask; then {_CUTS}'
+        )
     # Padding in attention costs more than its share, and in what is done once for each batch less.
     cost = Cost(ms, 0.5 * ms, min(1.5 * ms, computing_ms))
     yield Finding("padding", what, cure, "exact if verify says so", _loader_line(measured), cost, details)

@@ -156,14 +156,12 @@ class Watch:
         self.sampler.active = self.blocks.active = is_timed
         if not looks or any(map(is_compiled, self.models)):
             return
-        trial, costs = _try_nothing, None
+        trial = _try_nothing
         if number == 1:
             # Once, since each trial runs an operator several times.
             self.trials.budget_s = _SHARE_OF_TRIALS * self.steps * self.timer.step_times()[0]["step"] / 1e3
             trial = self.trials
-        else:
-            costs = OperatorCosts(self.device)
-        self._look = self.looks[number] = OperatorWatch(lambda: self.timer.current, trial, costs)
+        self._look = self.looks[number] = OperatorWatch(lambda: self.timer.current, trial, OperatorCosts(self.device))
         self.modules.start(self.models)
         self._look.__enter__()
 
@@ -220,9 +218,11 @@ class Watch:
         return times
 
     def operator_ms(self) -> dict[str, float]:
-        """Return the milliseconds of forward and backward by kind of operator, in the step without trials."""
-        costs = [look.costs.read() for look in self.looks.values() if look.costs is not None]
-        return costs[-1] if costs else {}
+        """Return the milliseconds of forward and backward by kind of operator, if possible without trials."""
+        for look in reversed(self.looks.values()):
+            if look.costs is not None and (found := look.costs.read()):
+                return found
+        return {}
 
     def compare_ranks(self) -> None:
         """Exchange the times of all ranks; each rank must call it."""

@@ -153,7 +153,7 @@ class ChannelsLast(Technique):
     when: ClassVar[str] = "a ConvNet trains, best in 16 bits on a GPU with tensor cores; measure it where it is grouped"
     in_a_loop: ClassVar[str] = "model.channels_last_(model)"
     predicted: ClassVar[bool] = True
-    worth_trying: ClassVar[tuple[Setting, ...]] = (Setting("layout", "channels last", cost=0.95),)
+    worth_trying: ClassVar[tuple[Setting, ...]] = (Setting("layout", "channels last"),)
 
     @classmethod
     def why_not(cls, facts: Facts) -> str | None:
