@@ -500,15 +500,9 @@ class PredictedMemory:
                 return math.inf
             if self.measure is None:
                 raise
-            self.why_measured = describe_error(error)
+            self.why_measured = describe_error(error).rstrip(".")
             return self._measure(choice, exactly)
         return float(report.peak_bytes)
-
-    def describe_measuring(self) -> str:
-        """Return a sentence if memory was measured instead of predicted; else ""."""
-        if not self.why_measured:
-            return ""
-        return f"Memory was measured, since it cannot be predicted: {self.why_measured.rstrip('.')}."
 
     def _measure(self, choice: Choice, exactly: bool) -> float:
         """Measure the peak; of several techniques at once it is at first assumed that each takes its own share."""

@@ -173,9 +173,7 @@ def make_plan(
     elif loader is not None:
         search.notes += filter(None, [suggest_workers(loader, chosen.ms)])
     search.notes += filter(None, [_describe_padding(chosen, search, batch, loader)])
-    search.notes += filter(None, [memory.describe_measuring()])
-    if keep_class is Exactness.CHANGES_TRAINING:
-        search.notes += filter(None, [suggest_leaner_optimizer(plain)])
+    search.notes += _describe_model(plain, memory, keep_class)
     strategy = None
     if several is not None:
         strategy = several.choose(chosen.choice)
@@ -194,6 +192,13 @@ def make_plan(
         time.monotonic() - began,
         tuple(search.notes),
     )
+
+
+def _describe_model(plain: L.LightningModule, memory: PredictedMemory, keep: Exactness) -> Iterator[str]:
+    if memory.why_measured:
+        yield f"Memory was measured, since it cannot be predicted: {memory.why_measured}."
+    if keep is Exactness.CHANGES_TRAINING:
+        yield from filter(None, [suggest_leaner_optimizer(plain)])
 
 
 def _facts(device: str, devices: int, settings: Mapping[str, Any]) -> Facts:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 
-from lightning_fasttrain.cli.tuning.tune import Advice, describe_change, list_facts, list_findings
+from lightning_fasttrain.cli.tuning.advice import Advice, describe_change, list_facts, list_findings
 from lightning_fasttrain.core.atomic_write import write_atomic
 from lightning_fasttrain.core.messages import format_bytes, format_ms
 from lightning_fasttrain.doctor.page import draw_bar
@@ -42,11 +42,16 @@ def render_page(advice: Advice, script: Path) -> str:
 
 def draw_points(advice: Advice) -> Iterator[str]:
     """Yield the picture of time against memory, with the script as it is and the advice named."""
-    points = [(point["bytes"], point["ms"], _OTHER, "", point) for point in advice.points if point["measured"]]
+    # Bytes, ms, colour, name, and what a pointer shows.
+    points: list[tuple[float, float, str, str, str]] = []
+    for point in advice.points:
+        if point["measured"]:
+            shown = f"{point['name']}: {format_ms(point['ms'])} ms, {format_bytes(point['bytes'])}"
+            points.append((point["bytes"], point["ms"], _OTHER, "", shown))
     if advice.before_ms:
-        points.append((advice.before_bytes, advice.before_ms, _SCRIPT, "as it is", None))
+        points.append((advice.before_bytes, advice.before_ms, _SCRIPT, "as it is", "the script as it is"))
     if advice.is_worth_it:
-        points.append((advice.after_bytes, advice.after_ms, _ADVISED, "advised", None))
+        points.append((advice.after_bytes, advice.after_ms, _ADVISED, "advised", "as advised"))
     if not points:
         return
     most_bytes = 1.1 * max(nbytes for nbytes, *_ in points)
@@ -60,11 +65,10 @@ def draw_points(advice: Advice) -> Iterator[str]:
         x, y = _MARGIN + part * (_WIDTH - 2 * _MARGIN), bottom - part * (_HEIGHT - 2 * _MARGIN)
         yield f'<text x="{x:.0f}" y="{bottom + 18}" text-anchor="middle">{format_bytes(part * most_bytes)}</text>'
         yield f'<text x="{_MARGIN - 6}" y="{y + 4:.0f}" text-anchor="end">{format_ms(part * most_ms)} ms</text>'
-    for nbytes, ms, colour, name, point in points:
+    for nbytes, ms, colour, name, shown in points:
         x, y = _MARGIN + nbytes * across, bottom - ms * up
-        title = escape(name or f"{point['name']}: {format_ms(ms)} ms, {format_bytes(nbytes)}")
         radius = 8 if name else 5
-        yield f'<circle cx="{x:.0f}" cy="{y:.0f}" r="{radius}" fill="{colour}"><title>{title}</title></circle>'
+        yield f'<circle cx="{x:.0f}" cy="{y:.0f}" r="{radius}" fill="{colour}"><title>{escape(shown)}</title></circle>'
         if name:
             yield f'<text x="{x + 12:.0f}" y="{y + 4:.0f}" style="fill:{colour};font-weight:600">{name}</text>'
     yield "</svg>"

@@ -31,7 +31,6 @@ class PaddingShare:
         padded: number of their tokens, padding included.
         filled: number of their tokens without padding.
         left: number of tokens that micro-batches without padding would run.
-        rows, begin_late: number of rows, and of those whose padding comes first.
         source: where the padding was read from.
 
     Example:
@@ -42,7 +41,7 @@ class PaddingShare:
     """
 
     def __init__(self) -> None:
-        self.batches = self.padded = self.filled = self.rows = self.begin_late = 0
+        self.batches = self.padded = self.filled = 0
         self.left = 0.0
         self.source = ""
 
@@ -59,8 +58,6 @@ class PaddingShare:
         self.padded += extents.padded
         self.filled += extents.filled
         self.left += extents.padded * extents.share_of(groups, _MULTIPLE_OF)
-        self.rows += len(extents.rows)
-        self.begin_late += sum(any(begin > 0 for begin, _ in ends) for ends in extents.rows)
         self.source = str(extents.padding)
 
     @property

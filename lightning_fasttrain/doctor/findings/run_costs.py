@@ -100,8 +100,7 @@ def find_padding(watch: Watch, measured: Measured) -> Iterator[Finding]:
     count = number_of(padding.batches, "batch", "batches")
     what = f"{padding.share:.0%} of the tokens of {count} are padding ({padding.source})"
     cure, details = _CUTS, ()
-    if padding.begin_late > padding.rows / 2:
-        what += ", which comes before the tokens"
+    if "on the left" in padding.source:
         details = ("A model that counts positions from the first column needs this padding, so it cannot be cut off",)
         cure = (
             f'Pad on the right: tokenizer.padding_side = "right", or pass position_ids made from the mask; then {_CUTS}'

@@ -1,6 +1,6 @@
 """Add up the time of a step's operators by kind: products, attention, logits, dropout and others."""
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from functools import partial
 from typing import Any
 
@@ -71,7 +71,7 @@ class OperatorCosts:
 
     def read(self) -> dict[str, float]:
         """Return the milliseconds by kind; products of the size of a head's classes count as logits."""
-        found = Counter[str]()
+        found: dict[str, float] = defaultdict(float)
         for (kind, sizes), timer in self._timers.items():
             found[LOGITS if sizes & self._classes else kind] += timer.ms()
         return dict(found)
