@@ -74,9 +74,7 @@ def time_script(script, arguments, techniques=()):
     """The quickest step of one run of a script, in ms."""
     with tempfile.TemporaryDirectory() as name:
         result = Path(name) / "result.json"
-        path = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
         orders = {RESULT: str(result), ADDED: f"[{', '.join(techniques)}]"}
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, dict.fromkeys(path)))
         run_script(str(script), arguments, "tune_foreign:make_timer", orders, quiet=True)
         return json.loads(result.read_text())["ms"]
 
@@ -202,8 +200,11 @@ def main():
     parser.add_argument("--minutes", type=float, default=3.0, help="for tune; default: 3")
     parser.add_argument("--turns", type=int, default=5, help="of the script as it is and as advised; default: 5")
     parser.add_argument("--check", default="", help="scripts of which single techniques are measured")
-    parser.add_argument("--out", default="tune_foreign.json")
+    parser.add_argument("--out", default="tune_foreign_cpu.json")
     options = parser.parse_args()
+    # For the processes of the scripts, in which callbacks of this file act.
+    path = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     rows = []
     for name in options.scripts.split(","):
         rows.append(try_script(name, options))

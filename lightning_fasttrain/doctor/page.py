@@ -22,7 +22,7 @@ PHASES = {
     "other": "#b3b7bf",
 }
 _WIDTH, _BAR, _TICK, _AREA = 960, 46, 18, 220
-_LEAST_LABEL = 0.06  # share of the picture below which a phase has no label in the bar
+_LETTER = 7  # width of a letter: a part of a bar has its label if that fits
 # Two in turn, so that neighbours differ.
 _BLOCKS = ("#3f68a8", "#6f93cf")
 
@@ -60,7 +60,7 @@ def draw_bar(parts: list[tuple[str, float, str]], what: str) -> Iterator[str]:
         width, shown = _WIDTH * ms / total, escape(label)
         title = f"<title>{shown}: {format_ms(ms)} ms</title>"
         yield f'<rect x="{x:.1f}" width="{width:.1f}" height="{_BAR}" fill="{colour}">{title}</rect>'
-        if ms >= _LEAST_LABEL * total:
+        if width >= _LETTER * len(label):
             yield f'<text x="{x + 6:.1f}" y="{_BAR / 2 + 4:.0f}" style="fill:#fff">{shown}</text>'
         x += width
     yield from _scale(total, _BAR)

@@ -43,20 +43,20 @@ class OperatorCosts:
     """Times each operator on its device, and adds the times up by kind."""
 
     def __init__(self, device: torch.device) -> None:
-        self._timers: dict[tuple[str, frozenset[int]], DeviceTimer] = defaultdict(partial(DeviceTimer, device))
-        self._classes = set[int]()
+        self._timers: dict[tuple[str, tuple[int, ...]], DeviceTimer] = defaultdict(partial(DeviceTimer, device))
+        self._logits = set[tuple[int, int]]()  # samples, classes
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator and count its time."""
         name = str(func)
         kind = next((kind for part, kind in _KINDS.items() if part in name), REST)
-        sizes: frozenset[int] = frozenset()
-        if kind == PRODUCTS:
-            tensors = [one for one in args if isinstance(one, Tensor)]
+        sizes: tuple[int, ...] = ()
+        tensors = [one for one in args if isinstance(one, Tensor)]
+        if kind == PRODUCTS and len(tensors) > 1:
             is_square = any(one.dim() > 2 and one.shape[-1] == one.shape[-2] for one in tensors)
             if is_square or (tensors[0].dim() > 2 and tensors[0].shape[-2] == tensors[-1].shape[-1]):
                 kind = ATTENTION  # scores, or their product with the values
-            sizes = frozenset(size for one in tensors for size in one.shape)
+            sizes = (*tensors[-2].shape, tensors[-1].shape[-1])
         elif "softmax" in name and kind == REST:
             kind = ATTENTION
         if any(part in name for part in _WITHOUT_WORK):
@@ -66,12 +66,17 @@ class OperatorCosts:
         result = func(*args, **kwargs)
         timer.stop()
         if name.startswith("aten._log_softmax.") and result.shape[-1] >= _FEWEST_CLASSES:
-            self._classes.add(result.shape[-1])
+            classes = result.shape[-1]
+            self._logits.add((result.numel() // classes, classes))
         return result
 
     def read(self) -> dict[str, float]:
         """Return the milliseconds by kind; products of the size of a head's classes count as logits."""
         found: dict[str, float] = defaultdict(float)
         for (kind, sizes), timer in self._timers.items():
-            found[LOGITS if sizes & self._classes else kind] += timer.ms()
+            found[LOGITS if self._are_of_logits(sizes) else kind] += timer.ms()
         return dict(found)
+
+    def _are_of_logits(self, sizes: tuple[int, ...]) -> bool:
+        """Whether one of the sizes of a product is the number of classes; two, if there are as many samples."""
+        return any(sizes.count(classes) > (samples == classes) for samples, classes in self._logits)
