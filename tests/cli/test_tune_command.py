@@ -233,6 +233,7 @@ _SLOW = {"gain": (1.0, 0.9, 1.1), "after_bytes": 2**30}
         ({**_SLOW, "costs": [("waiting for data", 80.0), ("optimizer", 20.0)]}, "your step waits for data 80%"),
         ({**_SLOW, "costs": [("attention", 80.0), ("optimizer", 20.0)]}, "the most goes to attention, 80%"),
         ({"gain": (0.6, 0.5, 0.7)}, "nothing: no technique"),
+        ({"gain": (1.5, 0.1, 9.0)}, "nothing: the times vary too much to tell"),
         ({"is_same": False, "verdict": "the gradient differs"}, "another training (the gradient differs)"),
     ],
 )

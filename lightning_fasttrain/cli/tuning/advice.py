@@ -6,6 +6,7 @@ from typing import Any
 
 from lightning_fasttrain.cli.tuning.apply_advice import find_keyword, find_trainer
 
+_SLOWER = 0.8  # an interval that begins below it does not exclude that a step is clearly slower
 _NOISE = 0.03  # of a step's time: a gain below it, or one whose interval contains 1, is none
 _LEAST_SHARE = 0.03  # of a step, for a cost to be named
 _MOST_COSTS, _MOST_FINDINGS = 6, 3
@@ -57,7 +58,7 @@ class Advice:
     def is_worth_it(self) -> bool:
         """Whether the steps are the same training, and faster, or in clearly less memory and not slower."""
         faster = self.gain[0] > 1 + _NOISE and self.gain[1] > 1
-        leaner = self.after_bytes < 0.9 * self.before_bytes and self.gain[0] > 1 - _NOISE
+        leaner = self.after_bytes < 0.9 * self.before_bytes and self.gain[0] > 1 - _NOISE and self.gain[1] > _SLOWER
         return self.is_same and (faster or leaner)
 
     def list_shares(self) -> list[tuple[str, float]]:
@@ -102,8 +103,6 @@ def list_facts(advice: Advice) -> list[tuple[str, str]]:
         names = [*([advice.precision] if advice.precision else []), *advice.techniques]
         times = advice.before_bytes / advice.after_bytes
         gained = f", {value:.2f} times as fast ({low:.2f} to {high:.2f}, in turn)" if advice.before_ms else ""
-        if low <= 1 <= high and advice.before_ms:
-            gained += ": not proven, give more --minutes or a quieter machine"
         less = f"{times:.1f} times less" if times > 1.05 else f"×{1 / times:.2f}"
         rows += [
             ("Advised", ", ".join(names)),
@@ -127,6 +126,12 @@ def list_findings(advice: Advice) -> list[str]:
 def _explain_nothing(advice: Advice) -> str:
     if advice.techniques and not advice.is_same:
         return f"with {', '.join(advice.techniques)} it would be another training ({advice.verdict})"
+    value, low, high = advice.gain
+    if low < _SLOWER and value > 1 + _NOISE:
+        return (
+            f"the times vary too much to tell, {value:.2f} times as fast is from {low:.2f} to {high:.2f}: give more "
+            "--minutes, or a quieter machine"
+        )
     shares = advice.list_shares()
     if shares and shares[0][0] == _WAIT:
         return f"your step waits for data {shares[0][1]:.0%} of its time, see below"

@@ -258,6 +258,7 @@ def advice_of(
 
 
 # What the plan has measured.
+_LEAST_SHARE = 0.03  # of a step, for a finding to be named
 _PLANNED = ("bf16", "tf32", "channels_last", "logits", "attention")
 
 
@@ -266,7 +267,10 @@ def with_diagnosis(advice: Advice, diagnosis: Diagnosis) -> Advice:
     findings: list[tuple[float, str, str]] = []
     for finding in diagnosis.findings:
         share = finding.share_of(diagnosis.step_ms)
-        if finding.kind not in _PLANNED and (finding.cost is None or share >= 0.03):
+        # Where nothing was planned, the doctor alone knows of them.
+        is_planned = bool(advice.points) and finding.kind in _PLANNED
+        costs_memory = finding.cost is not None and finding.cost.unit == "bytes"
+        if not is_planned and (finding.cost is None or share >= _LEAST_SHARE or costs_memory):
             findings.append((share, finding.what, finding.cure))
     if any(finding.kind == "padding" for finding in diagnosis.findings):
         advice.notes[:] = [note for note in advice.notes if "seem to be padding" not in note]

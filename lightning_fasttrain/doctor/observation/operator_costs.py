@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_fasttrain.core.device import DeviceTimer
 
-LOGITS, PRODUCTS, ATTENTION, REST = "logits and loss", "matrix products", "attention", "other operators"
+LOGITS, PRODUCTS, ATTENTION, REST = "logits and loss", "matrix products", "attention", "element-wise and other"
 # Part of an operator's name → its kind; the first that is found counts.
 _KINDS = {
     "scaled_dot_product": ATTENTION,
