@@ -20,7 +20,7 @@ from lightning_fasttrain.technique import Technique
 
 _SILENCE = 15.0  # seconds after which a line says what still runs
 SHARES = {"doctor": 0.15, "plan": 0.45}  # of the time; the rest is for measuring in turn
-_RIVALS, _FEWEST_TURNS, _MOST_TURNS = 3, 3, 8
+_RIVALS, _FEWEST_TURNS, _MOST_TURNS = 4, 3, 8
 
 
 class Progress(threading.Thread):
@@ -166,13 +166,18 @@ class Tuning:
 
 
 def list_fitting(plan: Plan) -> list[Choice]:
-    """Return the choices of a plan that fit: the planned one, it without compiled blocks, and the next best ones.
+    """Return the choices of a plan that fit: the planned one, what may be better though untried, and the next best ones.
 
     The gain of compiled blocks was perhaps assumed, and they are slower where they draw dropout on a CPU. If the plan
-    has none, their time to compile did not pay.
+    has none, their time to compile did not pay. A fused head takes less memory, and may be faster.
     """
     chosen = plan.chosen.choice
-    found = [chosen, replace(chosen, compile=""), replace(chosen, layout="")]
+    found = [chosen]
+    untried = not any(tried.choice.head for tried in plan.tried)
+    if untried and not any(name.startswith("head") for name in plan.left_out):
+        found.append(replace(chosen, head="fused"))
+    found += [replace(choice, compile="") for choice in reversed(found)]
+    found.append(replace(chosen, layout=""))
     for tried in plan.tried:
         if tried.predicted_bytes <= plan.limit_gib * GIB and (chosen.compile or not tried.choice.compile):
             found.append(tried.choice)
