@@ -166,7 +166,7 @@ class Tuning:
 
 
 def list_fitting(plan: Plan) -> list[Choice]:
-    """Return the choices of a plan that fit: the planned one, what may be better though untried, and the next best ones.
+    """Return the choices of a plan that fit: the planned one, what may be better, and the next best ones.
 
     The gain of compiled blocks was perhaps assumed, and they are slower where they draw dropout on a CPU. If the plan
     has none, their time to compile did not pay. A fused head takes less memory, and may be faster.
