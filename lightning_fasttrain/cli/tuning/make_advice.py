@@ -1,11 +1,14 @@
 """Advise techniques for a step: plan, measure the best choices in turn, and verify the fastest."""
 
+import logging
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+import torch
 
 from lightning_fasttrain.cli.tuning.advice import Advice
 from lightning_fasttrain.core.device import GIB
@@ -71,6 +74,8 @@ class Tuning:
         """Return what the command line asks for, as it is in the environment."""
         limit: Any = memory if memory == "fit" else float(memory)
         kept = "changes_training" if keep == "anything" else keep
+        # A choice that cannot be compiled is left out with one line, and not with the compiler's traceback.
+        torch._logging.set_logs(all=logging.CRITICAL)
         return cls(limit, kept, seconds, Progress(), time.monotonic())
 
     def advise(
