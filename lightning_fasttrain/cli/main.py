@@ -5,10 +5,11 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from lightning_fasttrain.cli import examine_script, model_commands, tool_commands, tune
+from lightning_fasttrain.cli import examine_script, model_commands, tool_commands
 from lightning_fasttrain.cli.command import BAD_INPUT, Command, CommandError, model_options, option
 from lightning_fasttrain.cli.rehearsal.rehearse import rehearse
 from lightning_fasttrain.cli.tool_commands import INTERRUPTED
+from lightning_fasttrain.cli.tuning import tune
 from lightning_fasttrain.core.messages import quiet_libraries
 from lightning_fasttrain.core.package import __version__
 
@@ -95,15 +96,16 @@ COMMANDS = (
             option("--keep", choices=tune.KEEPS, default="tolerance", help="exact, tolerance (default) or anything"),
             option("--minutes", type=float, default=2.0, metavar="M", help="for measurements, at most; default: 2"),
             option("--apply", action="store_true", help="write SCRIPT_tuned.py, a copy with the advice applied"),
+            option("--out", metavar="FILE", help="also a page with a picture of time against memory: an .html file"),
             _JSON,
-            option("script", metavar="SCRIPT", help="a Python file that trains with a Lightning Trainer"),
+            option("script", metavar="SCRIPT", help="a Python file that trains with a Trainer, Fabric or a loop"),
             option("arguments", nargs=argparse.REMAINDER, metavar="...", help="of the script"),
         ],
         tune.tune_script,
         "Run a script, unchanged, up to the first step of its first fit. There its model, batches, precision and "
-        "clipping are measured on copies: the step as it is, and with each technique that may help. Printed are the "
-        "fastest mix, its time in turn with the script as it is, and whether it is the same training on its batches. "
-        "Nothing is trained further, and no checkpoint is written.",
+        "clipping are measured on copies: the step as it is, and with each technique that may help. Printed are what "
+        "its time goes to, the fastest mix, its time in turn with the script as it is, and whether it is the same "
+        "training on its batches. Nothing is trained further, and no checkpoint or log is written.",
     ),
     Command(
         "verify",

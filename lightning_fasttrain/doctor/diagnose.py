@@ -11,7 +11,12 @@ from lightning_fasttrain.doctor.findings.operators import (
     find_host_syncs,
     find_operators,
 )
-from lightning_fasttrain.doctor.findings.run_costs import find_data_waits, find_rank_faults, find_run_costs
+from lightning_fasttrain.doctor.findings.run_costs import (
+    find_data_waits,
+    find_padding,
+    find_rank_faults,
+    find_run_costs,
+)
 from lightning_fasttrain.doctor.findings.training_faults import (
     find_module_modes,
     find_scheduler_faults,
@@ -29,6 +34,7 @@ _FAMILIES = (
     find_scheduler_faults,
     find_host_syncs,
     find_data_waits,
+    find_padding,
     find_operators,
     find_run_costs,
     find_slow_optimizers,
@@ -59,6 +65,7 @@ def diagnose(watch: Watch) -> Diagnosis:
         phase_ms=phases,
         findings=shown,
         minor=minor,
+        operator_ms=watch.operator_ms(),
         lines=most_expensive(list(_lines_by_phase(measured))),
         block_ms=watch.blocks.read(len(measured.times)),
         memory=watch.memory,

@@ -121,6 +121,17 @@ class Finding:
         return self.cost.value / step_ms
 
 
+# Phase → what a reader sees.
+PHASE_NAMES = {
+    "data_wait": "waiting for data",
+    "transfer": "host to device",
+    "forward": "forward",
+    "backward": "backward",
+    "optimizer": "optimizer",
+    "callbacks": "callbacks",
+    "other": "everything else",
+}
+
 # Findings below this share of a step are counted, not shown.
 LEAST_SHARE = 0.01
 
@@ -136,6 +147,7 @@ class Diagnosis(Report):
         phase_ms: median time of each phase, in the order of a step; "other" is what lies between them.
         findings: the findings that cost at least 1% of a step, memory, or accuracy; the most expensive first.
         minor: the others.
+        operator_ms: time of the operators of forward and backward by kind, such as "attention".
         lines: the lines of the user's code that took longest, with their phases.
         block_ms: time of the forward of each block.
         memory: the memory of one step; None if it was not recorded.
@@ -151,6 +163,7 @@ class Diagnosis(Report):
     lines: tuple[tuple[str, LineTime], ...] = ()
     notes: tuple[str, ...] = field(default=())
     block_ms: dict[str, float] = field(default_factory=dict)
+    operator_ms: dict[str, float] = field(default_factory=dict)
     memory: MemoryRecord | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -164,9 +177,27 @@ class Diagnosis(Report):
             "minor": _findings_as_dicts(self.minor, self.step_ms),
             "lines": lines,
             "block_ms": self.block_ms,
+            "operator_ms": self.operator_ms,
             "memory": _memory_as_dict(self.memory),
             "notes": list(self.notes),
         }
+
+    def list_costs(self) -> list[tuple[str, float]]:
+        """Return what the time of a step goes to, the largest first: (what, ms).
+
+        Forward and backward are divided among the operators in them; what these leave is Python and waiting.
+        """
+        computing_ms = self.phase_ms.get("forward", 0.0) + self.phase_ms.get("backward", 0.0)
+        costs = {PHASE_NAMES[name]: ms for name, ms in self.phase_ms.items() if name not in ("forward", "backward")}
+        operators_ms = sum(self.operator_ms.values())
+        if not operators_ms:
+            costs |= {PHASE_NAMES[name]: self.phase_ms.get(name, 0.0) for name in ("forward", "backward")}
+        else:
+            # They were timed in another step, which may have been slower than most.
+            share = min(1.0, computing_ms / operators_ms)
+            costs |= {kind: share * ms for kind, ms in self.operator_ms.items()}
+            costs["Python between operators"] = computing_ms - share * operators_ms
+        return sorted(costs.items(), key=lambda cost: -cost[1])
 
     def as_table(self) -> ReportTable:
         phases = ", ".join(

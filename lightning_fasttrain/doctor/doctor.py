@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 
@@ -46,6 +46,8 @@ class Doctor(L.Callback):
         Ours.
     """
 
+    watches_copies: ClassVar[bool] = False  # whether it acts in the copies of a run that a rehearsal makes
+
     def __init__(
         self,
         steps: StepCount = 20,
@@ -65,7 +67,7 @@ class Doctor(L.Callback):
         """Hook: optimizers and loaders exist, and no batch was requested yet."""
         doctors = [callback for callback in trainer.callbacks if isinstance(callback, Doctor)]
         # Two would see what the other one tries out.
-        if self._is_done or self is not doctors[-1] or is_rehearsing():
+        if self._is_done or self is not doctors[-1] or (is_rehearsing() and not self.watches_copies):
             return
         others = not trainer.is_global_zero
         self._watch = Watch(

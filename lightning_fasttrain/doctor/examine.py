@@ -22,12 +22,13 @@ class Examination:
 
     Attributes:
         diagnosis: the result; None until all steps were watched, or the context ended, and if nothing was trained.
+        watch: what was seen, which stays.
     """
 
     def __init__(self, watch: Watch, report: Callable[[Diagnosis], None]) -> None:
         self.diagnosis: Diagnosis | None = None
         self._report = report
-        self._watch: Watch | None = watch
+        self.watch, self._watch = watch, watch
         self._patches = LoopPatches(watch, self._finish)
 
     def __enter__(self) -> Self:

@@ -8,30 +8,29 @@ from pathlib import Path
 
 from lightning_fasttrain.core.atomic_write import write_atomic
 from lightning_fasttrain.core.messages import format_bytes, format_ms, number_of
-from lightning_fasttrain.doctor.diagnosis import Diagnosis, Finding, describe_cost
+from lightning_fasttrain.doctor.diagnosis import PHASE_NAMES, Diagnosis, Finding, describe_cost
 from lightning_fasttrain.doctor.observation.step_records import LineTime
 from lightning_fasttrain.profiling.memory_record import CATEGORIES, COLOURS, MemoryRecord, fill_page
 
-# Phase → colour, and what a reader sees.
 PHASES = {
-    "data_wait": ("#d1603d", "waiting for data"),
-    "transfer": ("#e3a63d", "host to device"),
-    "forward": ("#3f68a8", "forward"),
-    "backward": ("#6f93cf", "backward"),
-    "optimizer": ("#4f9f78", "optimizer"),
-    "callbacks": ("#8f7cbf", "callbacks"),
-    "other": ("#b3b7bf", "everything else"),
+    "data_wait": "#d1603d",
+    "transfer": "#e3a63d",
+    "forward": "#3f68a8",
+    "backward": "#6f93cf",
+    "optimizer": "#4f9f78",
+    "callbacks": "#8f7cbf",
+    "other": "#b3b7bf",
 }
 _WIDTH, _BAR, _TICK, _AREA = 960, 46, 18, 220
-_LEAST_LABEL = 0.06  # share of the picture below which a phase has no label in the bar
+_LETTER = 7  # width of a letter: a part of a bar has its label if that fits
 # Two in turn, so that neighbours differ.
 _BLOCKS = ("#3f68a8", "#6f93cf")
 
 
 def draw_phases(phase_ms: Mapping[str, float]) -> Iterator[str]:
     """Yield the phases of a step as a bar, in their order, with a scale below it; and a legend with all times."""
-    parts = [(PHASES[name][1], ms, PHASES[name][0]) for name, ms in phase_ms.items()]
-    yield from _bar(parts, "phases of a step")
+    parts = [(PHASE_NAMES[name], ms, PHASES[name]) for name, ms in phase_ms.items()]
+    yield from draw_bar(parts, "phases of a step")
     total = sum(phase_ms.values()) or 1.0
     yield "<table>"
     for label, ms, colour in parts:
@@ -46,13 +45,13 @@ def draw_blocks(block_ms: Mapping[str, float]) -> Iterator[str]:
         return
     yield "<h2>The forward, block by block</h2>"
     parts = [(name, ms, _BLOCKS[number % 2]) for number, (name, ms) in enumerate(block_ms.items())]
-    yield from _bar(parts, "forward by block")
+    yield from draw_bar(parts, "forward by block")
     slowest = sorted(block_ms.items(), key=lambda one: -one[1])[:3]
     listed = ", ".join(f"<code>{escape(name)}</code> {format_ms(ms)} ms" for name, ms in slowest)
     yield f"<p>The slowest: {listed}.</p>"
 
 
-def _bar(parts: list[tuple[str, float, str]], what: str) -> Iterator[str]:
+def draw_bar(parts: list[tuple[str, float, str]], what: str) -> Iterator[str]:
     """Yield a bar of parts (label, milliseconds, colour), side by side, with a scale below it."""
     total = sum(ms for _, ms, _ in parts) or 1.0
     yield f'<svg viewBox="0 0 {_WIDTH} {_BAR + _TICK}" width="100%" role="img" aria-label="{what}">'
@@ -61,7 +60,7 @@ def _bar(parts: list[tuple[str, float, str]], what: str) -> Iterator[str]:
         width, shown = _WIDTH * ms / total, escape(label)
         title = f"<title>{shown}: {format_ms(ms)} ms</title>"
         yield f'<rect x="{x:.1f}" width="{width:.1f}" height="{_BAR}" fill="{colour}">{title}</rect>'
-        if ms >= _LEAST_LABEL * total:
+        if width >= _LETTER * len(label):
             yield f'<text x="{x + 6:.1f}" y="{_BAR / 2 + 4:.0f}" style="fill:#fff">{shown}</text>'
         x += width
     yield from _scale(total, _BAR)
@@ -215,7 +214,7 @@ def _lines(diagnosis: Diagnosis) -> Iterator[str]:
 def _table_of_lines(lines: Sequence[tuple[str, LineTime]]) -> Iterator[str]:
     yield "<table><tr><th>ms/step<th>phase<th>line<th>"
     for phase, timed in lines:
-        label = PHASES[phase][1]
+        label = PHASE_NAMES[phase]
         where, text = escape(str(timed.line)), escape(timed.line.text)
         yield f"<tr><td>{format_ms(timed.ms)}<td>{label}<td>{where}<td><code>{text}</code>"
     yield "</table>"

@@ -21,7 +21,7 @@ from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.loaders.growth_schedule import GrowingBatches, Growth, grow_batches
 from lightning_fasttrain.micro_batching.normalizer.find_split import trial_step_of, trial_step_of_trainer
 from lightning_fasttrain.technique import Exactness
-from lightning_fasttrain.technique.declarations import Facts, why_no_images
+from lightning_fasttrain.technique.declarations import Facts
 from lightning_fasttrain.technique.duration import LENGTHS, Length
 from lightning_fasttrain.trial.runs import Trial, loss_of
 from lightning_fasttrain.trial.sample_rows import Sample
@@ -222,7 +222,7 @@ class ProgressiveResizing(GrowingBatches):
 
     @classmethod
     def why_not(cls, facts: Facts) -> str | None:
-        return why_no_images(facts)
+        return None if facts.batch in (None, "images") else "the batch holds no images"
 
     def describe_effect(self, model: torch.nn.Module) -> str:
         growth = self.growth

@@ -44,6 +44,8 @@ class AssumedNumbers(TorchDispatchMode):
         """Return the operation's result with assumed values."""
         if func is ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
             return _grouped_product(*args, **kwargs)
+        if func is ops.aten.bincount.default and (least := kwargs.get("minlength", args[2] if args[2:] else 0)):
+            return args[0].new_empty(least, dtype=torch.long)  # as in metrics of classes, whose ids are below it
         if func in _INDEXED and any(map(_is_mask, args[1])):
             return self._index(func, args, kwargs)
         if func in _SELECTIONS:

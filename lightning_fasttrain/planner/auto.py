@@ -28,7 +28,7 @@ from lightning_fasttrain.technique.technique import techniques_of
 
 _FILE = "fasttrain_plan.json"
 _ENDLESS = 10**9
-_FORMAT = 3  # of the choice in it: a plan in another one is made again
+_FORMAT = 4  # of the choice in it: a plan in another one is made again
 
 
 class AddsTechniques(L.Callback):

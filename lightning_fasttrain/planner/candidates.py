@@ -5,11 +5,12 @@ import copy
 import inspect
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import lightning as L
+import torch
 from torch import nn
 
 from lightning_fasttrain import (
@@ -182,6 +183,7 @@ class Choice:
     parts: int = 1
     precision: str = "32-true"
     adapter: str = ""
+    layout: str = ""
     head: str = ""
     recompute: str | Budget = ""
     compile: str = ""
@@ -411,12 +413,22 @@ class PredictedMemory:
         device: type of the device whose memory is predicted.
         parts: the possible numbers of micro-batches.
         budget_bytes: the limit of choices with a :class:`~lightning_fasttrain.planner.candidates.Budget`.
+        measure: returns the measured peak of a choice, for models whose plain step cannot be predicted.
+
+    Attributes:
+        why_measured: why the plain step cannot be predicted; "" if it can.
     """
 
     def __init__(
-        self, module: L.LightningModule, batch: object, device: str, parts: list[int], budget_bytes: float = 0.0
+        self,
+        module: L.LightningModule,
+        batch: object,
+        device: str,
+        parts: list[int],
+        budget_bytes: float = 0.0,
+        measure: Callable[[Choice], float] | None = None,
     ) -> None:
-        self.budget_bytes = budget_bytes
+        self.budget_bytes, self.measure, self.why_measured = budget_bytes, measure, ""
         self.module, self.batch, self.device = module, batch, device
         # From two parts on: in one part a step has another order, and its peak is not on the line.
         self.ends = [parts[1], parts[-1]] if len(parts) > 1 else []
@@ -442,7 +454,7 @@ class PredictedMemory:
         is_between = self._is_between(key)
         if key not in self.known or (exactly and is_between):
             guesses = is_between and not exactly
-            self.known[key] = self._interpolate(key) if guesses else self._predict(key)
+            self.known[key] = self._interpolate(key) if guesses else self._predict(key, exactly)
         return self.known[key]
 
     def why_failed(self, choice: Choice) -> str:
@@ -473,7 +485,9 @@ class PredictedMemory:
         first, last, here = 1 / self.ends[0], 1 / self.ends[1], 1 / choice.parts  # peak = a + b / parts
         return many + (few - many) * (here - last) / (first - last)
 
-    def _predict(self, choice: Choice) -> float:
+    def _predict(self, choice: Choice, exactly: bool) -> float:
+        if self.why_measured:
+            return self._measure(choice, exactly)
         techniques = choice.techniques()
         try:
             with quietly():
@@ -481,11 +495,34 @@ class PredictedMemory:
                     self.module, self.batch, techniques=techniques, precision=choice.precision, device=self.device
                 )
         except Exception as error:
-            if not techniques:
+            if techniques:
+                self.failed[choice] = describe_error(error)
+                return math.inf
+            if self.measure is None:
+                raise
+            self.why_measured = describe_error(error).rstrip(".")
+            return self._measure(choice, exactly)
+        return float(report.peak_bytes)
+
+    def _measure(self, choice: Choice, exactly: bool) -> float:
+        """Measure the peak; of several techniques at once it is at first assumed that each takes its own share."""
+        assert self.measure is not None
+        plain = Choice(precision=choice.precision)
+        single = [replace(plain, **{axis: word}) for axis, word in choice.words if axis != "precision"]
+        if choice.parts > 1:
+            single.append(replace(plain, parts=choice.parts))
+        if len(single) > 1 and not exactly:
+            least = self.predict(plain)
+            return least * math.prod(self.predict(one) / least for one in single)
+        try:
+            return self.measure(choice)
+        except torch.OutOfMemoryError:
+            return math.inf
+        except Exception as error:
+            if not single:
                 raise
             self.failed[choice] = describe_error(error)
             return math.inf
-        return float(report.peak_bytes)
 
 
 class SeveralDevices:

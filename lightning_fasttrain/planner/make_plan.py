@@ -144,10 +144,11 @@ def make_plan(
     # On several devices, the memory left for activations depends on the strategy.
     budget_gib = usable / GIB if devices == 1 else None
     axes = find_axes(plain, batch, facts, keep_class, precision, mixed, budget_gib)
-    memory = PredictedMemory(plain, batch, device, axes.parts, usable)
-    watch = None
+    watch = measure = None
     if device == here:
         watch = Stopwatch(plain, batch, {"accelerator": device, **settings})
+        measure = watch.measure_peak
+    memory = PredictedMemory(plain, batch, device, axes.parts, usable, measure)
     costs, allowed_s = _allow(watch, precision, steps, seconds)
     if allowed_s == 0:
         watch = None
@@ -172,8 +173,7 @@ def make_plan(
     elif loader is not None:
         search.notes += filter(None, [suggest_workers(loader, chosen.ms)])
     search.notes += filter(None, [_describe_padding(chosen, search, batch, loader)])
-    if keep_class is Exactness.CHANGES_TRAINING:
-        search.notes += filter(None, [suggest_leaner_optimizer(plain)])
+    search.notes += _describe_model(plain, memory, keep_class)
     strategy = None
     if several is not None:
         strategy = several.choose(chosen.choice)
@@ -192,6 +192,13 @@ def make_plan(
         time.monotonic() - began,
         tuple(search.notes),
     )
+
+
+def _describe_model(plain: L.LightningModule, memory: PredictedMemory, keep: Exactness) -> Iterator[str]:
+    if memory.why_measured:
+        yield f"Memory was measured, since it cannot be predicted: {memory.why_measured}."
+    if keep is Exactness.CHANGES_TRAINING:
+        yield from filter(None, [suggest_leaner_optimizer(plain)])
 
 
 def _facts(device: str, devices: int, settings: Mapping[str, Any]) -> Facts:
@@ -242,14 +249,15 @@ def _limit(memory_gib: PositiveFloat | Literal["fit"], device: str, here: str) -
 def _explain(chosen: Tried, search: Search) -> list[str]:
     """Explain each technique of the choice by what a step without it would take."""
     choice, reasons = chosen.choice, []
-    for other, name in _one_less(choice, search.axes.precision):
+    for other, name, switched in _one_less(choice, search.axes.precision):
         needed = search.memory.predict(other)
         ms = search.estimate(other)
         now = search.estimate(choice)
         if not search.fits(other, needed):
             reasons.append(f"{name}: without it {needed / GIB:.3f} GiB would not fit.")
         elif ms > now:
-            reasons.append(f"{name}: without it a step takes about {ms / now:.2f} times as long.")
+            guess = "" if switched in search.costs.factors or not switched else ", as is assumed"
+            reasons.append(f"{name}: without it a step takes about {ms / now:.2f} times as long{guess}.")
         else:
             saved = (needed - chosen.predicted_bytes) / GIB
             reasons.append(f"{name}: it costs nothing that could be measured, and saves {max(0.0, saved):.3f} GiB.")
@@ -267,15 +275,16 @@ def _describe_padding(chosen: Tried, search: Search, batch: Any, loader: Any) ->
     return "" if search.costs.left or chosen.choice.parts > 1 else suggest_trimming(batch, loader)
 
 
-def _one_less(choice: Choice, precision: str) -> Iterator[tuple[Choice, str]]:
-    """Yield the choice without each of its techniques, and the name of the technique."""
+def _one_less(choice: Choice, precision: str) -> Iterator[tuple[Choice, str, tuple[Any, ...]]]:
+    """Yield the choice without each of its techniques, the name of the technique, and its axis and word."""
     if choice.parts > 1:
-        yield replace(choice, parts=1), f"MicroBatching({choice.parts})"
+        yield replace(choice, parts=1), f"MicroBatching({choice.parts})", ()
     for axis, word in choice.words:
         if axis != "precision":
-            yield replace(choice, **{axis: ""}), code_of(switch_of(axis, word).make()).removeprefix("ft.")
+            name = code_of(switch_of(axis, word).make()).removeprefix("ft.")
+            yield replace(choice, **{axis: ""}), name, (axis, word)
         elif word != precision:
-            yield replace(choice, precision=precision), str(word)
+            yield replace(choice, precision=precision), str(word), (axis, word)
 
 
 _LEANER = "adamw8bit"

@@ -9,13 +9,21 @@ from dataclasses import replace
 from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.messages import describe_error, explain
 from lightning_fasttrain.micro_batching.padding.trim_search import TrimSearch
-from lightning_fasttrain.planner.candidates import Axes, Budget, Choice, PredictedMemory
+from lightning_fasttrain.planner.candidates import Axes, Budget, Choice, PredictedMemory, switch_of
 from lightning_fasttrain.planner.plan import TELLS, Tried, is_decided, simplest_of_equals_first, why_slower
 from lightning_fasttrain.planner.timing import Costs, Stopwatch, Timed, assume_factor
 
 _ROUNDS, _MOST_ROUNDS = 3, 6  # in which finalists are run in turn
 _FINALISTS = 6
+_FIRST = ("precision", "layout", "head", "compile")
+_NEVER_FASTER = 1.08  # assumed cost of what recomputes or moves: where the plain step fits it is not measured
 _NEAR = 1.15  # by how much single switches may mislead about several
+
+
+def _only_saves_memory(axis: str, word: str | Budget) -> bool:
+    if axis == "precision":
+        return False
+    return isinstance(word, Budget) or switch_of(axis, word).setting.cost >= _NEVER_FASTER
 
 
 class Search:
@@ -53,6 +61,7 @@ class Search:
         self.tried: dict[Choice, Tried] = {}
         self.refused: set[Choice] = set()  # by a run, whatever was predicted
         self.notes: list[str] = []
+        self.plain_fits = False  # so that techniques which only save memory are of no use
         self.why_padded = ""  # why padding cannot be cut off
 
     def run(self) -> Tried:
@@ -144,6 +153,7 @@ class Search:
                 yield choice
 
     def _measure_switches(self, base: Choice) -> None:
+        self.plain_fits = base == Choice(precision=self.axes.precision)
         first = self._measure(base, at_all_costs=True)
         # The loss cannot be split, and the reason is noted.
         if first is None and base.parts > 1:
@@ -154,9 +164,11 @@ class Search:
         # An assumed cost, for models whose batches are never measured in more micro-batches.
         self.costs.assume(base.parts, ms / self.costs.factor(base))
         self._measure_more_parts(base, ms)
-        for axis, words in self.axes.words.items():
-            for word in words[1:]:
-                self._measure_switch(base, ms, axis, word)
+        # What may gain most comes first, since the time may not suffice for all.
+        for axis in sorted(self.axes.words, key=lambda axis: _FIRST.index(axis) if axis in _FIRST else len(_FIRST)):
+            for word in self.axes.words[axis][1:]:
+                if not (self.plain_fits and _only_saves_memory(axis, word)):
+                    self._measure_switch(base, ms, axis, word)
         if base.parts == self.axes.parts[-1] > 1:
             self._measure_fewer_parts(base, ms)
 
@@ -285,6 +297,9 @@ class Search:
             raise ValueError(explain(f"memory_gib={self.limit_gib:.4g}", why, "Give more memory, or a smaller batch"))
         return finalists
 
+    def _saves_for_nothing(self, choice: Choice) -> bool:
+        return self.plain_fits and any(_only_saves_memory(axis, word) for axis, word in choice.words)
+
     def _fastest_first(self) -> Iterator[tuple[float, Choice]]:
         """Yield (estimated ms, choice), the fastest first; of equal estimates the simpler choice first.
 
@@ -292,7 +307,7 @@ class Search:
         """
         queue: list[tuple[float, int, int, int, bool, Choice]] = []
         for number, choice in enumerate(self.axes.choices()):
-            if choice not in self.refused:
+            if choice not in self.refused and not self._saves_for_nothing(choice):
                 # For a budget this is the time without any recomputation, a lower bound.
                 bound = self.costs.estimate(choice, self.steps)
                 # The number is unique, so the heap never compares two choices, which have no order.
@@ -315,9 +330,11 @@ class Search:
             # A time of one run each could not tell them apart, so the estimates do.
             self._note_lateness()
             times = {finalists[0].choice: []}
-        rounds = 0
-        while len(times) > 1 and rounds < _MOST_ROUNDS and (rounds == 0 or self._runs_left() >= len(times)):
+        rounds, round_s = 0, 0.0
+        # The last round says how long another takes: finalists that are compiled take longer than what was measured.
+        while len(times) > 1 and rounds < _MOST_ROUNDS and (not rounds or time.monotonic() + round_s < self.deadline):
             rounds += 1
+            began = time.monotonic()
             for tried in finalists:
                 if tried.choice not in times:
                     continue
@@ -326,6 +343,7 @@ class Search:
                     del times[tried.choice]
                 else:
                     times[tried.choice].append(timed.ms)
+            round_s = time.monotonic() - began
             if rounds >= _ROUNDS and is_decided(list(times.values())):
                 break
         ranked = [replace(t, step_ms=tuple(times[t.choice])) for t in finalists if t.choice in times]

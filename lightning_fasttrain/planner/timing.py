@@ -133,6 +133,10 @@ class Stopwatch:
         run_steps(Steps(self.module, batches, settings), choice.techniques(), watch)
         return Timed(watch.timed, watch.times[0], watch.peak_bytes, watch.trimming)
 
+    def measure_peak(self, choice: Choice) -> float:
+        """Return the peak memory of a step in bytes."""
+        return float(self.time(choice, peak=True).peak_bytes)
+
 
 class _Watch(StepClock):
     """Times steps, and notes how much padding was cut off."""

@@ -161,6 +161,7 @@ class Facts:
         compiler: whether ``torch.compile`` can work.
         blocks: repeated blocks in the model.
         heads: layers that turn features into predictions.
+        convolutions: 2-D convolutions in the model.
         trains: share of the parameters that require a gradient.
         precision: as Lightning means it.
         accumulates: batches whose gradients are summed in a step.
@@ -173,16 +174,12 @@ class Facts:
     compiler: bool | None = None
     blocks: int | None = None
     heads: int | None = None
+    convolutions: int | None = None
     trains: float | None = None
     precision: str | None = None
     accumulates: int | None = None
     clips: str | None = None
     batch: str | None = None
-
-
-def why_no_images(facts: Facts) -> str | None:
-    """Return why a technique that acts on images cannot: the batch holds none. None if it does, or is unknown."""
-    return None if facts.batch in (None, "images") else "the batch holds no images"
 
 
 def why_no_blocks(facts: Facts) -> str | None:
@@ -202,12 +199,13 @@ def facts_of_machine() -> Facts:
 
 
 def add_model(facts: Facts, model: nn.Module) -> Facts:
-    """Return the facts with the numbers of blocks and heads of a model."""
+    """Return the facts with the numbers of blocks, heads and 2-D convolutions of a model."""
     try:
         blocks = len(find_blocks(model))
     except ValueError:  # there are none, or they cannot be told apart
         blocks = 0
-    return replace(facts, blocks=blocks, heads=len(find_heads(model)))
+    convolutions = sum(isinstance(module, nn.Conv2d | nn.ConvTranspose2d) for module in model.modules())
+    return replace(facts, blocks=blocks, heads=len(find_heads(model)), convolutions=convolutions)
 
 
 def describe_clipping(value: float | None, algorithm: str | None) -> str:

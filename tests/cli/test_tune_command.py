@@ -6,11 +6,13 @@ import runpy
 
 import pytest
 
-from lightning_fasttrain.cli import tune
 from lightning_fasttrain.cli.command import CommandError
 from lightning_fasttrain.cli.main import BAD_INPUT, main
 from lightning_fasttrain.cli.rehearsal import rehearse
-from lightning_fasttrain.cli.tune import Advice, apply_to_source, describe
+from lightning_fasttrain.cli.tuning import tune
+from lightning_fasttrain.cli.tuning.apply_advice import apply_to_source
+from lightning_fasttrain.cli.tuning.tune import Advice, describe
+from lightning_fasttrain.cli.tuning.tune_page import render_page
 from tests.cli.forked_script import start_fork
 
 SCRIPT = """
@@ -80,7 +82,9 @@ def tuned(tmp_path, monkeypatch, capfd):
 
 
 def test_the_advice_is_measured_in_turn_verified_and_nothing_is_trained(tuned, tmp_path):
-    code, printed, script = tuned(SCRIPT, "--json", "--memory", "0.0012", "--keep", "exact")
+    # A logger would create its folder before the first hook.
+    source = SCRIPT.replace("logger=False", "logger=L.pytorch.loggers.CSVLogger('.')")
+    code, printed, script = tuned(source, "--json", "--memory", "0.0012", "--keep", "exact")
     found = json.loads(printed.out)
     assert code == 0
     assert found["techniques"]  # a plain step takes more than the limit
@@ -90,14 +94,58 @@ def test_the_advice_is_measured_in_turn_verified_and_nothing_is_trained(tuned, t
     assert found["is_same"]
     assert "as verified on the first batches" in found["verdict"]
     assert found["precision"] is None
+    assert {"matrix products", "optimizer", "waiting for data"} <= dict(found["costs"]).keys()
+    assert all(point["bytes"] > 0 for point in found["points"])
     assert "trained to the end" not in printed.out + printed.err
     assert list(tmp_path.iterdir()) == [script]
 
 
 def test_manual_optimization_is_tuned_without_micro_batches(tuned):
     code, printed, _ = tuned(MANUAL, "--json", "--keep", "exact")
-    assert code == 0
+    assert code == 0, printed.err
     assert not [made for made in json.loads(printed.out)["techniques"] if "MicroBatching" in made]
+
+
+LOOP = """
+import lightning as L, torch
+import lightning_fasttrain as ft
+from torch import nn
+
+fabric = L.Fabric(accelerator="cpu", devices=1)
+net = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(3)], nn.Linear(64, 1))
+model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=0.1))
+def step(batch):
+    return model(batch).square().mean()
+for batch in fabric.setup_dataloaders(torch.utils.data.DataLoader(torch.randn(40960, 64), 1024)):
+    optimizer.zero_grad()
+    STEP
+    optimizer.step()
+print("trained to the end")
+"""
+
+
+@pytest.mark.parametrize(
+    ("step", "says"),
+    [
+        ("ft.accumulate_gradients(step, batch, n=1, backward=fabric.backward)", "Script as it is"),
+        ("fabric.backward(step(batch))", "Write loss = ft.accumulate_gradients(step, batch, n=1)"),
+    ],
+    ids=["marked", "unmarked"],
+)
+def test_a_loop_is_watched_and_tuned_where_its_step_is_marked(step, says, tuned):
+    code, printed, _ = tuned(LOOP.replace("STEP", step))
+    assert code == 0
+    assert "trained to the end" not in printed.out
+    assert "Time goes to" in printed.out
+    assert says in " ".join(printed.out.split())
+
+
+@pytest.mark.slow
+def test_one_of_two_ranks_is_tuned_and_the_other_ends(tmp_path, capfd):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.replace('accelerator="cpu"', 'accelerator="cpu", devices=2, strategy="ddp"'))
+    assert main(["tune", "--minutes", "0.02", str(script)]) == 0
+    assert "Measured on one of 2 ranks alone" in " ".join(capfd.readouterr().out.split())
 
 
 @pytest.mark.parametrize(
@@ -105,12 +153,16 @@ def test_manual_optimization_is_tuned_without_micro_batches(tuned):
     [
         ("print(1)", [], "ended without a Trainer.fit"),
         ("raise SystemExit(3)", [], "ended with 3 before its first step"),
-        (SCRIPT.replace('accelerator="cpu"', 'accelerator="cpu", devices=2, strategy="ddp"'), [], "2 ranks"),
+        (
+            SCRIPT.replace("import lightning as L", "import pytorch_lightning as L"),
+            [],
+            "import lightning.pytorch as pl",
+        ),
         (SCRIPT, ["--memory", "0.00001"], "0.000"),
         (SCRIPT, ["--minutes", "0"], "no time to measure"),
         (SCRIPT, ["--memory", "much"], "expected GiB"),
     ],
-    ids=["no fit", "fails", "ranks", "nothing fits", "no time", "no number"],
+    ids=["no fit", "fails", "the other package", "nothing fits", "no time", "no number"],
 )
 def test_what_cannot_be_tuned_is_said_in_one_line(source, options, says, tuned):
     code, printed, _ = tuned(source, *options)
@@ -142,6 +194,16 @@ def advice(**changed):
     )
 
 
+def test_the_page_has_the_picture_the_shares_and_the_lines(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    points = [{"name": "32-true, 2 micro-batches", "ms": 60.0, "bytes": 2**28, "measured": True}]
+    page = render_page(advice(points=points, costs=[("matrix products", 75.0), ("optimizer", 25.0)]), script)
+    shown = ("as it is", "advised", "32-true, 2 micro-batches: 60 ms", "75%", "ft.MicroBatching(2)", "the same")
+    assert [text for text in shown if text not in page] == []
+    assert "http" not in page
+
+
 def test_one_screen_says_what_to_change_and_what_it_gains(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     script = tmp_path / "train.py"
@@ -160,11 +222,18 @@ def test_one_screen_says_what_to_change_and_what_it_gains(tmp_path, monkeypatch)
     assert describe(advice(), script).endswith("In the configuration:\n\ntrainer:\n  precision: bf16-mixed")
 
 
+_SLOW = {"gain": (1.0, 0.9, 1.1), "after_bytes": 2**30}
+
+
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
         ({"gain": (1.01, 0.9, 1.1), "after_bytes": 2**30}, "nothing: no technique"),
         ({"gain": (0.8, 0.7, 0.9), "after_bytes": 2**30}, "nothing: no technique"),
+        ({**_SLOW, "costs": [("waiting for data", 80.0), ("optimizer", 20.0)]}, "your step waits for data 80%"),
+        ({**_SLOW, "costs": [("attention", 80.0), ("optimizer", 20.0)]}, "the most goes to attention, 80%"),
+        ({"gain": (0.6, 0.5, 0.7)}, "nothing: no technique"),
+        ({"gain": (1.5, 0.1, 9.0)}, "nothing: the times vary too much to tell"),
         ({"is_same": False, "verdict": "the gradient differs"}, "another training (the gradient differs)"),
     ],
 )

@@ -1,7 +1,9 @@
+import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_fasttrain import predict_memory
 from lightning_fasttrain.profiling import PeakMemory
@@ -63,6 +65,24 @@ def test_the_measured_peak_is_in_the_predicted_range(loss, longest):
     assert report.least_bytes < 0.95 * report.peak_bytes
     assert any("upper bound" in note for note in report.notes)
     assert " to " in str(report).splitlines()[0]
+
+
+def test_metrics_of_classes_in_a_step_can_be_predicted():
+    class Counts(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net, self.accuracy = nn.Linear(8, 4), MulticlassAccuracy(num_classes=4)
+
+        def training_step(self, batch, batch_idx):
+            logits = self.net(batch[0])
+            self.log("accuracy", self.accuracy(logits, batch[1]))
+            self.logger.log_metrics({"loss": 0.0})
+            return nn.functional.cross_entropy(logits, batch[1])
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    assert predict_memory(Counts(), (torch.randn(16, 8), torch.arange(16) % 4), device="cpu").peak_bytes > 0
 
 
 def test_the_upper_bound_is_the_peak_of_full_masks_and_lengths():

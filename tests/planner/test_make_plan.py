@@ -282,6 +282,16 @@ def test_of_each_axis_there_is_something_to_try():
     assert [*SWITCHES["recompute"]] == ["selective", "half", "all"]  # from the least that is computed again
 
 
+def test_a_model_that_cannot_be_predicted_is_measured():
+    class CountsItsLabels(TinyLM):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) + 0 * batch["labels"].clamp(min=0).flatten().bincount().sum()
+
+    found = plan(1.0, CountsItsLabels(), keep="exact")
+    assert found.plain.predicted_bytes > 0
+    assert any("Memory was measured, since it cannot be predicted" in note for note in found.notes)
+
+
 def test_a_ratio_of_turns_has_students_interval():
     """Of fewer than five turns nothing is trimmed; 4.303 is t of two degrees of freedom at 97.5%."""
     logs = [0.10, 0.13, 0.16]

@@ -94,9 +94,9 @@ ROWS = [torch.zeros(2, 3), torch.zeros(2)]
 @pytest.mark.parametrize(
     ("batch", "idle"),
     [
-        (BATCH, {"ChannelsLast", "ProgressiveResizing"}),
+        (BATCH, {"ProgressiveResizing"}),
         (IMAGES, {"SequenceLengthWarmup", "PaddingFree"}),
-        (ROWS, {"ChannelsLast", "ProgressiveResizing"}),
+        (ROWS, {"ProgressiveResizing"}),
         (None, set()),
     ],
     ids=["tokens", "images", "numbers", "unknown"],

@@ -250,13 +250,28 @@ def rehearse_script(
 
 
 def ask_script(
-    script: str, arguments: Sequence[str], orders: Mapping[str, str], *, quiet: bool, point: str = _POINT
+    script: str,
+    arguments: Sequence[str],
+    orders: Mapping[str, str],
+    *,
+    quiet: bool,
+    point: str = _POINT,
+    runner: str = "",
 ) -> tuple[dict[str, Any] | None, int]:
-    """Run a script up to its first step; returns what the callback found, None if no fit began, and the exit code."""
+    """Run a script up to its first step.
+
+    Args:
+        script, arguments, orders, quiet, point: as in :func:`run_script`.
+        runner: Python that runs the script, whose arguments it gets; "" for Python itself.
+
+    Returns:
+        What the callback found, None if no fit began; and the exit code.
+    """
     _refuse_missing(script)
+    program, given = ("-c", [runner, script, *arguments]) if runner else (script, arguments)
     with tempfile.TemporaryDirectory() as name:
         result = Path(name) / "result.json"
-        code = run_script(script, arguments, point, {RESULT: str(result), **orders}, quiet=quiet)
+        code = run_script(program, given, point, {RESULT: str(result), **orders}, quiet=quiet)
         if not result.exists():
             return None, code
         return json.loads(result.read_text()), code

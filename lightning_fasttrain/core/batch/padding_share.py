@@ -31,6 +31,7 @@ class PaddingShare:
         padded: number of their tokens, padding included.
         filled: number of their tokens without padding.
         left: number of tokens that micro-batches without padding would run.
+        source: where the padding was read from.
 
     Example:
         >>> import torch
@@ -42,7 +43,7 @@ class PaddingShare:
     def __init__(self) -> None:
         self.batches = self.padded = self.filled = 0
         self.left = 0.0
-        self._source = ""
+        self.source = ""
 
     def add(self, batch: object) -> None:
         """Count the padding of a batch. The host waits for it if it is on a device."""
@@ -57,7 +58,7 @@ class PaddingShare:
         self.padded += extents.padded
         self.filled += extents.filled
         self.left += extents.padded * extents.share_of(groups, _MULTIPLE_OF)
-        self._source = str(extents.padding)
+        self.source = str(extents.padding)
 
     @property
     def share(self) -> float:
@@ -72,7 +73,7 @@ class PaddingShare:
             return ""
         batches = number_of(self.batches, "batch", "batches")
         return (
-            f"{self.share:.0%} of the tokens of {batches} seem to be padding ({self._source}): MicroBatching({_PARTS}) "
+            f"{self.share:.0%} of the tokens of {batches} seem to be padding ({self.source}): MicroBatching({_PARTS}) "
             f"would run ×{self.left / self.padded:.2f} of them, where a trial shows that padding has no effect."
         )
 

@@ -26,6 +26,7 @@ from lightning.fabric.utilities.types import _Stateful
 from lightning.fabric.wrappers import _FabricDataLoader, _FabricModule, _FabricOptimizer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer, _configure_optimizers
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy, Strategy, XLAStrategy
@@ -37,6 +38,7 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
+from torchmetrics import Metric
 
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.parameters import trained_parameters
@@ -448,7 +450,7 @@ _BATCHES = 1000  # of an epoch, whose loader is not known
 
 @contextmanager
 def attached_trainer(module: nn.Module) -> Iterator[L.Trainer | None]:
-    """Attach a Trainer at the first step of its first epoch, on the CPU and without loggers.
+    """Attach a Trainer at the first step of its first epoch, on the CPU and with a logger that does nothing.
 
     It has counts, an epoch of 1,000 batches, a strategy, and an optimizer, in whose place :func:`give_optimizers` sets
     others. What the module logs is ignored. A module that has a Trainer keeps it, and one that is no LightningModule
@@ -467,7 +469,12 @@ def attached_trainer(module: nn.Module) -> Iterator[L.Trainer | None]:
     trainer.strategy.connect(module)
     if parameters := trained_parameters(module):
         trainer.strategy.optimizers = [SGD(parameters)]
-    with patched(module, "_trainer", trainer), patched(module, "log", _ignore):
+    with ExitStack() as undo:
+        undo.enter_context(patched(module, "_trainer", trainer))
+        undo.enter_context(patched(module, "log", _ignore))
+        for metric in module.modules():
+            if isinstance(metric, Metric) and hasattr(metric, "validate_args"):
+                undo.enter_context(patched(metric, "validate_args", False))  # which would read values
         yield trainer
 
 
@@ -493,7 +500,7 @@ def _make_trainer() -> L.Trainer:
                 strategy=SingleDeviceStrategy("cpu"),
                 plugins=[LightningEnvironment()],  # others, such as SLURM's, check the number of processes
                 max_epochs=1,
-                logger=False,
+                logger=DummyLogger(),
                 enable_checkpointing=False,
                 enable_progress_bar=False,
                 enable_model_summary=False,

@@ -86,6 +86,30 @@ def _loader_line(measured: Measured) -> SourceLine | None:
     return waiting[0].line
 
 
+_LEAST_PADDING = 0.1
+_CUTS = "ft.MicroBatching(8), or ft.PaddingFree() with a model that has it, if verify shows that padding has no effect"
+
+
+def find_padding(watch: Watch, measured: Measured) -> Iterator[Finding]:
+    """Yield the share of the tokens that is padding, whether or not a technique can take it away."""
+    padding = watch.padding
+    if padding.share < _LEAST_PADDING:
+        return
+    computing_ms = measured.typical("forward") + measured.typical("backward")
+    ms = padding.share * computing_ms
+    count = number_of(padding.batches, "batch", "batches")
+    what = f"{padding.share:.0%} of the tokens of {count} are padding ({padding.source})"
+    cure, details = _CUTS, ()
+    if "on the left" in padding.source:
+        details = ("A model that counts positions from the first column needs this padding, so it cannot be cut off",)
+        cure = (
+            f'Pad on the right: tokenizer.padding_side = "right", or pass position_ids made from the mask; then {_CUTS}'
+        )
+    # Padding in attention costs more than its share, and in what is done once for each batch less.
+    cost = Cost(ms, 0.5 * ms, min(1.5 * ms, computing_ms))
+    yield Finding("padding", what, cure, "exact if verify says so", _loader_line(measured), cost, details)
+
+
 _METRICS = ("torchmetrics", "sklearn", "evaluate", "scipy")
 # Of these one run within the few watched steps is one too many, if it takes a large share of their time.
 # Action → the cure, the argument that sets how often it is done, and whose argument it is.
@@ -96,7 +120,7 @@ _RARE = {
         "ModelCheckpoint",
     ),
     "validation": (
-        "Trainer(val_check_interval=1.0), once per epoch; or fewer batches with limit_val_batches",
+        "Fewer batches: limit_val_batches; or seldom: val_check_interval=1.0 and check_val_every_n_epoch=5",
         "val_check_interval",
         "Trainer",
     ),

@@ -16,6 +16,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
+from lightning_fasttrain.doctor.observation.operator_costs import OperatorCosts
 from lightning_fasttrain.doctor.observation.source_lines import Call, SourceLine, find_call
 
 
@@ -174,10 +175,14 @@ class OperatorWatch(TorchDispatchMode):
     Args:
         phase: returns the name of the current phase.
         trial: called with each operator and its arguments before it runs; it may time the same on copies.
+        costs: adds up the times of the operators of forward and backward; None to time none.
     """
 
-    def __init__(self, phase: Callable[[], str], trial: Callable[..., None]) -> None:
+    def __init__(
+        self, phase: Callable[[], str], trial: Callable[..., None], costs: OperatorCosts | None = None
+    ) -> None:
         super().__init__()
+        self.costs = costs
         self.events: list[Event] = []
         self.made: list[Alive] = []
         self._phase, self._trial = phase, trial
@@ -185,10 +190,13 @@ class OperatorWatch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self._trial(func, args, kwargs)
-        began = perf_counter()
-        result = func(*args, **kwargs)
+        phase, began = self._phase(), perf_counter()
+        if self.costs is not None and phase in ("forward", "backward"):
+            result = self.costs.run(func, args, kwargs)
+        else:
+            result = func(*args, **kwargs)
         seconds = perf_counter() - began
-        described, phase = _describe(func, args, result), self._phase()
+        described = _describe(func, args, result)
         # The user's line is far up the stack there, and what these phases make is not the user's.
         if described is None and phase in ("backward", "optimizer"):
             return result

@@ -12,10 +12,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_fasttrain.core.batch.padding_share import PaddingShare
 from lightning_fasttrain.core.checks.annotations import Bounds
 from lightning_fasttrain.core.distributed import from_all_ranks, is_sharded
 from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.core.modules.wrapped_forward import is_compiled
+from lightning_fasttrain.doctor.observation.operator_costs import OperatorCosts
 from lightning_fasttrain.doctor.observation.operator_trials import OperatorTrials
 from lightning_fasttrain.doctor.observation.operator_watch import (
     ModuleWatch,
@@ -120,6 +122,7 @@ class Watch:
         self.schedulers: dict[int, SchedulerCall] = {}
         self.actions: dict[str, list[float]] = {}
         self.loader = LoaderFacts()
+        self.padding = PaddingShare()
         self.host = HostFacts()
         self.done = 0
         self.models: list[nn.Module] = []
@@ -158,7 +161,7 @@ class Watch:
             # Once, since each trial runs an operator several times.
             self.trials.budget_s = _SHARE_OF_TRIALS * self.steps * self.timer.step_times()[0]["step"] / 1e3
             trial = self.trials
-        self._look = self.looks[number] = OperatorWatch(lambda: self.timer.current, trial)
+        self._look = self.looks[number] = OperatorWatch(lambda: self.timer.current, trial, OperatorCosts(self.device))
         self.modules.start(self.models)
         self._look.__enter__()
 
@@ -213,6 +216,13 @@ class Watch:
         for number in (_TRACED, *self.looks, *self._recorded):
             times.pop(number, None)
         return times
+
+    def operator_ms(self) -> dict[str, float]:
+        """Return the milliseconds of forward and backward by kind of operator, if possible without trials."""
+        for look in reversed(self.looks.values()):
+            if look.costs is not None and (found := look.costs.read()):
+                return found
+        return {}
 
     def compare_ranks(self) -> None:
         """Exchange the times of all ranks; each rank must call it."""

@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from lightning_fasttrain.core.batch.padding_share import BATCHES
 from lightning_fasttrain.core.modules.wrapped_forward import patch
 from lightning_fasttrain.doctor.observation.source_lines import find_call
 from lightning_fasttrain.doctor.observation.watch import HostFacts, LoaderFacts, Watch
@@ -73,6 +74,8 @@ class TorchPatches:
             with self.watch.timer.phase("data_wait"), self.watch.tracer:
                 batch = self._next(original, loader)
             _note_loader(self.watch.loader, loader)
+            if self.watch.done < self.watch.warmup and self.watch.padding.batches < BATCHES:
+                self.watch.padding.add(batch)
             self.on_arrival()
             return batch
 

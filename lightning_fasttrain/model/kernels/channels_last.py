@@ -15,8 +15,7 @@ from lightning_fasttrain.core.distributed import is_sharded
 from lightning_fasttrain.core.messages import explain, note_once, number_of
 from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, undo_all
-from lightning_fasttrain.technique import Conflict, Surgery, Technique
-from lightning_fasttrain.technique.declarations import Facts, why_no_images
+from lightning_fasttrain.technique import Conflict, Facts, Setting, Surgery, Technique
 
 _FLATTENED = "sharded parameters are flattened, and lose their layout"
 _WAY_OUT = "Remove ChannelsLast, or train with DDP"
@@ -154,6 +153,11 @@ class ChannelsLast(Technique):
     when: ClassVar[str] = "a ConvNet trains, best in 16 bits on a GPU with tensor cores; measure it where it is grouped"
     in_a_loop: ClassVar[str] = "model.channels_last_(model)"
     predicted: ClassVar[bool] = True
+    worth_trying: ClassVar[tuple[Setting, ...]] = (Setting("layout", "channels last"),)
+
+    @classmethod
+    def why_not(cls, facts: Facts) -> str | None:
+        return "the model has no 2-D convolutions" if facts.convolutions == 0 else None
 
     @classmethod
     def conflicts(cls) -> tuple[Conflict, ...]:
@@ -162,10 +166,6 @@ class ChannelsLast(Technique):
             Conflict(ModelParallelStrategy, _FLATTENED, _WAY_OUT),
             Conflict(DeepSpeedStrategy, _FLATTENED, _WAY_OUT),
         )
-
-    @classmethod
-    def why_not(cls, facts: Facts) -> str | None:
-        return why_no_images(facts)
 
     def apply(self, model: nn.Module) -> Undo:
         if not dict(_find_weights(model)):

@@ -258,7 +258,7 @@ class RunCopy:
 
     def fit(
         self,
-        train: Sequence[object],
+        train: Any,
         validation: Sequence[Sequence[object]],
         follower: L.Callback,
         where: Mapping[str, object],
@@ -267,7 +267,7 @@ class RunCopy:
         """Run copies of all objects in a separate Trainer, until ``follower`` raises ``EnoughError``.
 
         Args:
-            train: batches of an epoch.
+            train: batches of an epoch, or a loader.
             validation: batches of each validation loader.
             follower: a callback.
             where: Trainer settings that select the devices.
@@ -278,7 +278,8 @@ class RunCopy:
         loaders: Any = list(map(as_loader, validation)) or None
         if isinstance(loaders, list) and len(loaders) == 1:
             loaders = loaders[0]
-        data: dict[str, Any] = {"train_dataloaders": as_loader(train), "val_dataloaders": loaders}
+        batches = as_loader(train) if isinstance(train, list) else train  # a loader as it is
+        data: dict[str, Any] = {"train_dataloaders": batches, "val_dataloaders": loaders}
         if self.datamodule is not None:
             data = {"datamodule": _with_loaders(self.datamodule, **data)}
         fit_quietly(copy.deepcopy(self.module), callbacks, [follower], settings, **data, ckpt_path=ckpt_path)

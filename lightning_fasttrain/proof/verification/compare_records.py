@@ -306,6 +306,8 @@ def find_empty(record: StepRecord) -> list[str]:
         steps = len(record.losses)
         way_out = f"If warm-up starts with a learning rate of zero, use steps={steps + 1} or more"
         return [f"No weight moved in {steps} steps. {way_out}."]
+    if not record.losses:  # with manual optimization a step need not return one
+        return []
     first, last = record.losses[0], record.training
     # In 16 bits a loss may round to the same value after one step.
     if first == last and not _in_half_precision(record):
@@ -374,8 +376,8 @@ def find_unlike_evaluation(plain: StepRecord, other: StepRecord, noise: Distance
         noise: rounding noise of the plain record.
         bound: relative bound of the techniques.
     """
-    gap, size = _gap(plain), abs(plain.losses[0])
-    found = _gap(other)
+    gap, found = _gap(plain), _gap(other)
+    size = abs(plain.losses[0]) if plain.losses else 0.0
     if gap is None or found is None or gap > _SAME_LOSS * size:
         return []
     # Kernels of quantized layers round differently in evaluation.

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from lightning.fabric.utilities.apply_func import apply_to_collection
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
@@ -72,7 +73,7 @@ def run_steps(of: Steps, techniques: Sequence[Technique], watcher: L.Callback) -
     settings = {
         "accelerator": "auto",
         "devices": 1,
-        "logger": False,
+        "logger": DummyLogger(),  # a module may call its logger
         "limit_val_batches": int(validates),
         # Validation follows the last step, since the end of the epoch is never reached.
         "val_check_interval": len(batches),

@@ -215,7 +215,7 @@ class Proof:
             reversed_steps = replace(steps, batches=list(map(reverse_rows, steps.batches)), validation=None)
             turned = self._record_noise(reversed_steps, None)
             apart = [abs(a - b) for a, b in zip(record.losses, turned.losses, strict=True)]
-            if max(apart) <= _ORDER_MATTERS * max(map(abs, record.losses)):
+            if max(apart, default=0.0) <= _ORDER_MATTERS * max(map(abs, record.losses), default=0.0):
                 # Its evaluation has the rows in another order, and so has the module's own state about them.
                 return turned
         return None
