@@ -84,7 +84,7 @@ ANSWERS = [
     (["nonsense"], 2, "invalid choice: 'nonsense'"),
     (["ladder", "--steps", "many"], 2, "argument --steps: invalid int value: 'many'"),
     (["memory", "--batch", "many"], 2, "argument --batch: invalid int value: 'many'"),
-    (["shard", "--devices", "8"], 2, "the following arguments are required: --memory"),
+    (["shard", "--devices", "8"], 2, "give --gpu, as H100:8, or --devices and --memory"),
     (["consolidate"], 2, "the following arguments are required: DIR"),
     *(([command, "--help"], 0, f"usage: fasttrain {command}") for command in COMMANDS),
     (["doctor", "--nonsense"], 2, "unrecognized arguments: --nonsense"),

@@ -87,6 +87,8 @@ def list_unused(options: argparse.Namespace) -> None:
 
 def compare_strategies(options: argparse.Namespace) -> None:
     """Run ``fasttrain shard``: DDP, FSDP2 and ZeRO for a model on any number of devices, without them."""
+    if options.gpu is None and (options.devices is None or options.memory is None):
+        raise CommandError("give --gpu, as H100:8, or --devices and --memory.")
     from lightning_fasttrain.cli.subject import techniques_named
     from lightning_fasttrain.estimate.accelerators import read_devices
     from lightning_fasttrain.strategy.choose_strategy import choose_strategy, optimizer_named
@@ -101,8 +103,6 @@ def compare_strategies(options: argparse.Namespace) -> None:
             accelerator, count = read_devices(options.gpu)
             devices = count if devices is None else devices
             memory = accelerator.memory_gib if memory is None else memory
-        if devices is None or memory is None:
-            raise CommandError("give --gpu, as H100:8, or --devices and --memory.")
         optimizer = optimizer_named(options.optimizer) if options.optimizer else None
         module, batch = load_model_without_memory(options)
         choice = choose_strategy(
