@@ -15,12 +15,13 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from lightning_fasttrain.cli.technique_cards import find_cards
 from lightning_fasttrain.core.checks import PositiveInt, check_arguments, require
 from lightning_fasttrain.core.host.lightning import TRANSFER_HOOKS
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.fake_mode import FakeMode
 from lightning_fasttrain.planner.candidates import known_techniques
 from lightning_fasttrain.technique import Technique
 
@@ -53,7 +54,7 @@ def load_subject(
     """
     make = _import_target(path)
     keywords = dict(_key_and_value(argument) for argument in arguments)
-    with FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext():
+    with FakeMode() if fake else nullcontext():
         try:
             made = make(**keywords)
         except TypeError as error:

@@ -1,3 +1,4 @@
+import copy
 import dataclasses
 import gc
 import json
@@ -19,6 +20,7 @@ from lightning_fasttrain import predict_memory
 from lightning_fasttrain.bench.gpt import GPTConfig, GPTModule
 from lightning_fasttrain.finetune import QuantizedBase, quantize_base_, quantized_bytes
 from lightning_fasttrain.memory import MemoryReport, count_flops
+from lightning_fasttrain.memory.fake_step import fake_model
 from lightning_fasttrain.profiling import PeakMemory
 from lightning_fasttrain.profiling.memory_record import CATEGORIES
 from lightning_fasttrain.technique import Technique
@@ -410,6 +412,14 @@ def test_meta_and_fake_models_and_batches_give_the_same_prediction():
     assert predict_memory(on_meta, meta_batch, device="cpu").peak_bytes == expected
     assert predict_memory(fake, fake_batch, device="cpu").peak_bytes == expected
     assert next(on_meta.parameters()).is_meta
+
+
+def test_copies_of_tensors_without_memory_are_in_the_same_mode():
+    # Copies of a mode free the storages of its constants while these are in use.
+    with fake_model(lambda: nn.Linear(2, 2)) as net:
+        copied = copy.deepcopy(net)
+    assert copied.weight is not net.weight
+    assert copied.weight.fake_mode is net.weight.fake_mode
 
 
 def test_predicts_a_model_built_in_configure_model_that_logs():
