@@ -1,4 +1,3 @@
-import copy
 import dataclasses
 import gc
 import json
@@ -414,12 +413,16 @@ def test_meta_and_fake_models_and_batches_give_the_same_prediction():
     assert next(on_meta.parameters()).is_meta
 
 
-def test_copies_of_tensors_without_memory_are_in_the_same_mode():
-    # Copies of a mode free the storages of its constants while these are in use.
-    with fake_model(lambda: nn.Linear(2, 2)) as net:
-        copied = copy.deepcopy(net)
-    assert copied.weight is not net.weight
-    assert copied.weight.fake_mode is net.weight.fake_mode
+def test_a_model_that_copies_its_layers_is_made_in_one_mode():
+    # A copy of the mode frees the storages of its constants while these are in use.
+    def make():
+        made.append(nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, batch_first=True), 2))
+        return made[0]
+
+    made = []
+    with fake_model(make):
+        modes = {id(parameter.fake_mode) for parameter in made[0].parameters()}
+    assert len(modes) == 1
 
 
 def test_predicts_a_model_built_in_configure_model_that_logs():
