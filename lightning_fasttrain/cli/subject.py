@@ -14,13 +14,14 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from lightning_fasttrain.cli.technique_cards import find_cards
 from lightning_fasttrain.core.checks import PositiveInt, check_arguments, require
 from lightning_fasttrain.core.device import free_bytes
 from lightning_fasttrain.core.host.lightning import TRANSFER_HOOKS
 from lightning_fasttrain.core.messages import explain, format_bytes
+from lightning_fasttrain.core.modules.fake_mode import FakeMode
 from lightning_fasttrain.memory.fake_operators import AssumedNumbers
 from lightning_fasttrain.planner.candidates import known_techniques
 from lightning_fasttrain.technique import Technique
@@ -79,7 +80,7 @@ def _make(name: str, make: Callable[[], Any], fake: bool) -> Any:
     """Call ``make`` without memory if that is asked for, and really where it reads values that it has just made."""
     if fake:
         try:
-            with FakeTensorMode(allow_non_fake_inputs=True):
+            with FakeMode():
                 return make()
         except DataDependentOutputException:
             pass
@@ -97,7 +98,7 @@ def refuse_too_large(name: str, make: Callable[[], Any], factor: int = _BYTES_OF
     """
     free = free_bytes(torch.device("cpu"))
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), AssumedNumbers(truth=False):
+        with FakeMode(), AssumedNumbers(truth=False):
             made = make()
         module = made[0] if isinstance(made, tuple) else made
         nbytes = sum(parameter.nbytes for parameter in module.parameters())

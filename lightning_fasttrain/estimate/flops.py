@@ -10,7 +10,6 @@ import torch
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
@@ -20,6 +19,7 @@ from lightning_fasttrain.core.checks import NonNegativeInt, PositiveFloat, Posit
 from lightning_fasttrain.core.host.lightning import attached_trainer
 from lightning_fasttrain.core.messages import Report, ReportTable
 from lightning_fasttrain.core.modules.blocks import find_blocks
+from lightning_fasttrain.core.modules.fake_mode import FakeMode
 from lightning_fasttrain.core.modules.parameters import count_elements
 from lightning_fasttrain.core.modules.select import is_inside
 from lightning_fasttrain.memory.fake_operators import AssumedNumbers
@@ -374,7 +374,7 @@ def without_recomputation(techniques: Sequence[Technique]) -> list[Technique]:
 
 
 def _trace(module: nn.Module | Factory, batch: object, loss: Loss | None, techniques: Sequence[Technique]) -> "_Trace":
-    mode, counter = FakeTensorMode(allow_non_fake_inputs=True), FlopCounterMode(display=False)
+    mode, counter = FakeMode(), FlopCounterMode(display=False)
     # Nothing is drawn on CUDA, and asking for its state would initialize it.
     with isolate_rng(include_cuda=False), explaining_errors(), fake_model(module, techniques, None, mode) as net:
         trace = _Trace(net)

@@ -11,12 +11,13 @@ import lightning as L
 import torch
 from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor
 from torch.autograd.graph import _engine_run_backward
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.fake_mode import FakeMode
 from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.core.modules.wrapped_forward import patch_all, patched
 from lightning_fasttrain.core.state.step_state import StepState
@@ -39,7 +40,7 @@ def fake_model(
     module: nn.Module | Factory,
     techniques: Sequence[Technique] = (),
     dtype: torch.dtype | None = None,
-    mode: FakeTensorMode | None = None,
+    mode: FakeMode | None = None,
 ) -> Iterator[nn.Module]:
     """Yield a model without memory on which ``techniques`` operate; random states stay as they are.
 
@@ -49,14 +50,14 @@ def fake_model(
         dtype: as for :func:`fake_module`.
         mode: the fake mode of its tensors; by default a new one.
     """
-    mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
+    mode = mode or FakeMode()
     net = fake_module(module, mode, dtype)
     # Adapters draw their first weights; nothing is on a GPU.
     with mode, torch.random.fork_rng(devices=[]), apply(net, techniques):
         yield net
 
 
-def fake_module(module: nn.Module | Factory, mode: FakeTensorMode, dtype: torch.dtype | None = None) -> nn.Module:
+def fake_module(module: nn.Module | Factory, mode: FakeMode, dtype: torch.dtype | None = None) -> nn.Module:
     """Build a module without memory, or copy an existing one, which is not changed.
 
     Args:
@@ -90,7 +91,7 @@ def fake_module(module: nn.Module | Factory, mode: FakeTensorMode, dtype: torch.
     return module
 
 
-def fake_batch(batch: object, mode: FakeTensorMode) -> Any:
+def fake_batch(batch: object, mode: FakeMode) -> Any:
     """Replace every tensor in ``batch`` by a fake one of the same shape and strides, on the CPU."""
     return apply_to_collection(batch, Tensor, lambda tensor: _make_fake(tensor, mode, tensor.dtype))
 
@@ -108,11 +109,11 @@ def find_longest_axis(batch: object) -> int:
     return longest
 
 
-def _belongs(tensor: Tensor, mode: FakeTensorMode) -> bool:
+def _belongs(tensor: Tensor, mode: FakeMode) -> bool:
     return isinstance(tensor, FakeTensor) and tensor.fake_mode is mode
 
 
-def _copy_module(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
+def _copy_module(module: nn.Module, mode: FakeMode) -> nn.Module:
     try:
         with FakeCopyMode(mode):
             # The second argument is deepcopy's memo: its entries count as copied already.
@@ -123,7 +124,7 @@ def _copy_module(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
         raise TypeError(explain(f"{type(module).__name__} cannot be copied", why, way_out)) from error
 
 
-def _quantized_parts(module: nn.Module, mode: FakeTensorMode) -> dict[int, Any]:
+def _quantized_parts(module: nn.Module, mode: FakeMode) -> dict[int, Any]:
     with mode:
         return {key: part for m in module.modules() if is_quantized(m) for key, part in fake_parts(m).items()}
 
@@ -134,7 +135,7 @@ def _copy_generators(module: nn.Module) -> dict[int, torch.Generator]:
     return {id(one): one.clone_state() for one in generators if isinstance(one, torch.Generator)}
 
 
-def settle_(module: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None) -> None:
+def settle_(module: nn.Module, mode: FakeMode, dtype: torch.dtype | None) -> None:
     """Replace real tensors, or those on other devices, by fake CPU tensors in ``dtype``; tied parameters stay tied.
 
     Adapters stay in float32, as in the run.
@@ -156,7 +157,7 @@ def settle_(module: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None) 
                 table[name] = settled[tensor]
 
 
-def _make_fake(tensor: Tensor, mode: FakeTensorMode, dtype: torch.dtype) -> Tensor:
+def _make_fake(tensor: Tensor, mode: FakeMode, dtype: torch.dtype) -> Tensor:
     plain = not isinstance(tensor, FakeTensor) and tensor.device.type == "cpu" and tensor.dtype == dtype
     if plain and not isinstance(tensor, nn.Parameter):
         # The mode keeps tensors on one storage together.

@@ -13,7 +13,7 @@ from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, P
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 from torch.utils.flop_counter import FlopCounterMode
@@ -23,6 +23,7 @@ from lightning_fasttrain.core.checks import NonNegativeInt, PositiveInt, check_a
 from lightning_fasttrain.core.device import traced_as
 from lightning_fasttrain.core.host.lightning import attached_trainer, configured_optimizers, give_optimizers
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.fake_mode import FakeMode
 from lightning_fasttrain.core.modules.parameters import names_of_parameters, parameters_of
 from lightning_fasttrain.memory.allocation_trace import AllocationTrace
 from lightning_fasttrain.memory.caching_allocator import MIN_BLOCK_BYTES, place_in_blocks
@@ -301,7 +302,7 @@ def _ask(techniques: Sequence[Technique], planned: PredictedStep) -> list[Techni
 def _trace_steps(trace: AllocationTrace, step: _Step, ranks: Sequence[OneRank]) -> int:
     """Run two steps under ``trace``; return the time at which the second began."""
     loss, planned = step.loss, step.planned
-    mode, plugin = FakeTensorMode(allow_non_fake_inputs=True), PRECISIONS[planned.precision]()
+    mode, plugin = FakeMode(), PRECISIONS[planned.precision]()
     with ExitStack() as undo:
         dtype = torch.bfloat16 if planned.precision == "bf16-true" else None
         net = undo.enter_context(fake_model(step.module, step.with_surgery, dtype, mode))
@@ -351,9 +352,7 @@ def _trace_steps(trace: AllocationTrace, step: _Step, ranks: Sequence[OneRank]) 
     return since
 
 
-def _load_batches(
-    trace: AllocationTrace, step: _Step, net: nn.Module, plugin: Precision, mode: FakeTensorMode
-) -> list[Any]:
+def _load_batches(trace: AllocationTrace, step: _Step, net: nn.Module, plugin: Precision, mode: FakeMode) -> list[Any]:
     """Return the batch without memory, after the hooks of its transfer, and the one that is prefetched meanwhile."""
     data = plugin.convert_input(fake_batch(step.batch, mode))
     if step.loss is None and isinstance(net, L.LightningModule):
@@ -463,7 +462,7 @@ def count_flops(module: nn.Module | Factory, batch: object, *, loss: Loss | None
         Chowdhery et al. 2022 (PaLM), appendix B, https://arxiv.org/abs/2204.02311; counted by torch's
         ``FlopCounterMode``.
     """
-    mode, counter = FakeTensorMode(allow_non_fake_inputs=True), FlopCounterMode(display=False)
+    mode, counter = FakeMode(), FlopCounterMode(display=False)
     # Nothing is drawn on CUDA, and asking for its state would initialize it.
     with isolate_rng(include_cuda=False), explaining_errors():
         net = fake_module(module, mode)

@@ -19,6 +19,7 @@ from lightning_fasttrain import predict_memory
 from lightning_fasttrain.bench.gpt import GPTConfig, GPTModule
 from lightning_fasttrain.finetune import QuantizedBase, quantize_base_, quantized_bytes
 from lightning_fasttrain.memory import MemoryReport, count_flops
+from lightning_fasttrain.memory.fake_step import fake_model
 from lightning_fasttrain.profiling import PeakMemory
 from lightning_fasttrain.profiling.memory_record import CATEGORIES
 from lightning_fasttrain.technique import Technique
@@ -410,6 +411,18 @@ def test_meta_and_fake_models_and_batches_give_the_same_prediction():
     assert predict_memory(on_meta, meta_batch, device="cpu").peak_bytes == expected
     assert predict_memory(fake, fake_batch, device="cpu").peak_bytes == expected
     assert next(on_meta.parameters()).is_meta
+
+
+def test_a_model_that_copies_its_layers_is_made_in_one_mode():
+    # A copy of the mode frees the storages of its constants while these are in use.
+    def make():
+        made.append(nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, batch_first=True), 2))
+        return made[0]
+
+    made = []
+    with fake_model(make):
+        modes = {id(parameter.fake_mode) for parameter in made[0].parameters()}
+    assert len(modes) == 1
 
 
 def test_predicts_a_model_built_in_configure_model_that_logs():

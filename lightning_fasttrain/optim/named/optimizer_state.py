@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
 
 from lightning_fasttrain.core.checks import check_arguments, require
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.fake_mode import FakeMode
 from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.optim.named.host_optimizer import HostOptimizer
 
@@ -119,7 +119,7 @@ def state_bytes(optimizer: Optimizer, group: Group, shapes: Sequence[Shape], dty
     kind, times = type(optimizer), Counter(shapes)
     if kind.__module__.startswith("deepspeed") and kind.__name__ in _COMPILED:
         return 4 * _COMPILED[kind.__name__] * sum(map(math.prod, shapes))
-    with FakeTensorMode(allow_non_fake_inputs=True), _Ones():
+    with FakeMode(), _Ones():
         # Two of each shape distinguish per-parameter state from common state, such as a table.
         two = [shape for shape, n in times.items() for _ in range(min(n, 2))]
         parameters = [nn.Parameter(torch.empty(shape, dtype=dtype)) for shape in two]

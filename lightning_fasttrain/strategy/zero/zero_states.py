@@ -11,12 +11,12 @@ from typing import Any
 import lightning as L
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
 from lightning_fasttrain.core.checks import NonNegativeInt, PositiveInt, check_arguments, one_of
 from lightning_fasttrain.core.host.lightning import configured_optimizers
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.fake_mode import FakeMode
 from lightning_fasttrain.core.modules.parameters import bytes_of, count_uses
 from lightning_fasttrain.core.state.values import without
 from lightning_fasttrain.finetune.quantized.quantized_layer import is_quantized, quantization_of
@@ -158,7 +158,7 @@ def held_by(
     if isinstance(module, nn.Module) and isinstance(optimizer, Optimizer):
         net = module
     else:
-        net = fake_module(module, FakeTensorMode(allow_non_fake_inputs=True))
+        net = fake_module(module, FakeMode())
     return Held(net, make_optimizer(net, optimizer), world_size, precision != "32-true")
 
 
