@@ -442,7 +442,7 @@ def _describe_container(kind: object, inner: tuple[object, ...]) -> str:
     article, _, name = element.partition(" ")
     if article in ("a", "an"):
         element = _SEVERAL.get(element, f"{name} objects")
-    return f"a list of {element}"
+    return "a list" if element == "object objects" else f"a list of {element}"
 
 
 def _name(kind: object) -> str:
