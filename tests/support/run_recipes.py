@@ -2,8 +2,8 @@
 
 ``python -m tests.support.run_recipes page folder``: prints the heading of each section that ran.
 
-The code before the first section belongs to all of them. A model of one block, written to the folder under the name that
-the recipes load, stands for one of seven billion parameters, and other sizes are replaced too.
+The code before the first section belongs to all of them. A model of one block, written to the folder under the name
+that the recipes load, stands for one of seven billion parameters, and other sizes are replaced too.
 """
 
 import contextlib
