@@ -147,9 +147,8 @@ def test_no_page_has_a_misspelled_word():
 
 
 WORKFLOWS = [f".github/workflows/{name}.yml" for name in ("docs", "newest")]
-YAML = [*WORKFLOWS, "mkdocs.yml", "CITATION.cff", ".pre-commit-config.yaml", *(f".github/ISSUE_TEMPLATE/{name}.yml" for name in (
-    "bug_report", "technique_request", "config",
-))]  # fmt: skip
+FORMS = [f".github/ISSUE_TEMPLATE/{name}.yml" for name in ("bug_report", "technique_request", "config")]
+YAML = ["mkdocs.yml", "CITATION.cff", ".pre-commit-config.yaml", *WORKFLOWS, *FORMS]
 
 
 @pytest.mark.parametrize("name", YAML)
