@@ -1,8 +1,13 @@
 """The documentation is complete and up to date; the site is built where the extra ``docs`` is installed."""
 
+import ast
+import dataclasses
 import importlib
 import importlib.util
+import inspect
+import json
 import re
+import statistics
 import subprocess
 import sys
 import tomllib
@@ -13,12 +18,17 @@ import yaml
 
 import lightning_fasttrain as ft
 from docs.describe_techniques import conflicts_of, describe, markdown_card, markdown_page, source_of
+from lightning_fasttrain.cli.main import main
 from lightning_fasttrain.cli.technique_cards import read_cards
 from lightning_fasttrain.core.package import PACKAGE, ROOMS, SUBPACKAGES
 from lightning_fasttrain.planner.candidates import known_techniques, public_path
+from tests.support.ranks import run_ranks
+from tests.support.run_recipes import read_sections
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
+MEASURED = ROOT / "examples" / "results"
+RECIPES, COMPARISON = ((DOCS / f"{name}.md").read_text() for name in ("recipes", "comparison"))
 PAGES = sorted(DOCS.rglob("*.md"))
 PROSE = [*PAGES, *(ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING", "SECURITY"))]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -129,9 +139,16 @@ def test_the_site_is_built_without_warnings_and_documents_every_public_name(tmp_
     assert (tmp_path / "site" / "examples" / "results" / "ladder_cpu.png").exists()
 
 
-YAML = ["mkdocs.yml", "CITATION.cff", ".pre-commit-config.yaml", *(f".github/ISSUE_TEMPLATE/{name}.yml" for name in (
-    "bug_report", "technique_request", "config",
-))]  # fmt: skip
+@pytest.mark.skipif(importlib.util.find_spec("codespell_lib") is None, reason="needs the extra 'docs'")
+def test_no_page_has_a_misspelled_word():
+    command = [sys.executable, "-m", "codespell_lib", *map(str, PROSE)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+WORKFLOWS = [f".github/workflows/{name}.yml" for name in ("docs", "newest")]
+FORMS = [f".github/ISSUE_TEMPLATE/{name}.yml" for name in ("bug_report", "technique_request", "config")]
+YAML = ["mkdocs.yml", "CITATION.cff", ".pre-commit-config.yaml", *WORKFLOWS, *FORMS]
 
 
 @pytest.mark.parametrize("name", YAML)
@@ -192,3 +209,130 @@ def test_references_in_docstrings_lead_somewhere(file):
 def test_a_reference_that_leads_nowhere_would_be_noticed():
     with pytest.raises(AttributeError):
         find_reference("lightning_fasttrain.loaders.no_such_name")
+
+
+def between(text, name):
+    """The lines of a table between two comments with this name."""
+    return text.split(f"<!-- {name} -->\n")[1].split(f"\n<!-- /{name} -->")[0].splitlines()
+
+
+def test_the_recipes_run(tmp_path):
+    said = run_ranks("tests.support.run_recipes", DOCS / "recipes.md", tmp_path, log=tmp_path / "log", count=None)
+    assert [line for line in said.splitlines() if line in read_sections(RECIPES)] == list(read_sections(RECIPES))
+    assert len(read_sections(RECIPES)) == 7
+
+
+def read_calls(text):
+    """Each call of this package in the tables of a page, as ``ast.Call``."""
+    for code in re.findall(r"`([^`\n]*\bft\.[^`\n]*)`", re.sub("```.*?```", "", text, flags=re.DOTALL)):
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("ft."):
+                yield node
+
+
+def test_what_the_recipes_name_takes_what_they_pass():
+    calls = list(read_calls(RECIPES))
+    assert len(calls) > 50
+    for call in calls:
+        found = ft
+        for name in ast.unparse(call.func).split(".")[1:]:
+            found = getattr(found, name)
+        given = [argument for argument in call.args if not isinstance(argument, ast.Constant) or argument.value != ...]
+        inspect.signature(found).bind_partial(*given, **{keyword.arg: None for keyword in call.keywords})
+
+
+def test_the_recipes_name_arguments_that_transformers_has():
+    transformers = pytest.importorskip("transformers")
+    known = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
+    table = RECIPES.split("| TrainingArguments | here |")[1].split("\n\n")[0]
+    named = []
+    for row in table.splitlines()[2:]:
+        first = row.split(" | ")[0]
+        named += re.findall(r"`([a-z_]+)(?:=[^`]*)?`", first) if "TRL" not in first else []
+    named = [name for name in named if name != "push_to_hub"]
+    assert len(named) > 25
+    assert [name for name in named if name not in known] == []
+
+
+def test_the_memory_of_a_recipe_is_what_was_predicted(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    rows = json.loads((MEASURED / "recipe_memory_predicted.json").read_text())["rows"]
+    assert between(RECIPES, "memory")[2:] == importlib.import_module("recipe_memory").as_lines(rows)
+
+
+@pytest.mark.benchmark
+def test_the_memory_of_a_recipe_is_predicted_again(monkeypatch, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    transformers.LlamaConfig(architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    rows = json.loads((MEASURED / "recipe_memory_predicted.json").read_text())["rows"]
+    for row in rows:
+        found = importlib.import_module("recipe_memory").predict(str(tmp_path), row["techniques"])
+        assert found == pytest.approx(row["peak_bytes"], rel=0.01)
+
+
+def test_the_strategies_of_a_recipe_are_what_the_command_prints(monkeypatch, tmp_path, capsys):
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    transformers.LlamaConfig(architectures=["LlamaForCausalLM"]).save_pretrained("llama-7b")
+    _, command, *written, _ = between(RECIPES, "shard")
+    assert main(command.removeprefix("$ fasttrain ").split()) == 0
+    assert " ".join(written).split() == capsys.readouterr().out.split()
+
+
+def test_the_comparison_on_a_cpu_is_what_was_measured(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    names = ["against_cpu", *(f"against_{name}_cpu" for name in (
+        "llama_fp32", "bert_bf16", "bert_fp32", "vit_bf16", "vit_fp32",
+    ))]  # fmt: skip
+    results = [json.loads((MEASURED / f"{name}.json").read_text()) for name in names]
+    assert between(COMPARISON, "beside") == importlib.import_module("against").beside_rivals(results).splitlines()
+
+
+def results_of(card):
+    lines = map(json.loads, (MEASURED / card / "lines.jsonl").read_text().splitlines())
+    return {line["piece"]: line["result"] for line in lines}
+
+
+def rows_of_gpus():
+    """The rows of the table of comparison.md: what, side, speed, memory."""
+    for piece, side in (
+        ("lightning", "Lightning's Trainer"),
+        ("ours-fast", "ours, fast"),
+        ("ours-lean-in-one", "ours, lean"),
+    ):
+        row = results_of("h200")[f"gpt2 {piece} 1"]
+        yield (
+            "GPT-2 124M, H200",
+            side,
+            f"{statistics.median(row['step_ms_all']):.1f} ms/step",
+            f"{row['peak_mib'] / 1024:.2f} GiB",
+        )
+    for piece, side in (
+        ("peft + transformers", "PEFT in Hugging Face's Trainer"),
+        ("ours + FusedLossHead", "ours, with `FusedLossHead`"),
+    ):
+        row = results_of("h200")[f"qlora {piece}"]
+        yield "QLoRA of a Llama of 8B, H200", side, f"{row['tokens_per_s']:,.0f} tokens/s", f"{row['peak_gib']:.2f} GiB"
+    sides = {
+        "compiled": "`torch.compile` of plain",
+        "chunked-compiled": "ours, compiled",
+        "chunked": "ours",
+        "liger": "Liger",
+    }
+    rows = {row["way"]: row for row in results_of("h100")["chunked loss"]["rows"]}
+    for way, side in sides.items():
+        yield "head and loss, H100", side, f"{rows[way]['step_ms']:.0f} ms", f"{rows[way]['added_mib']:,.0f} MiB"
+
+
+def test_the_comparison_on_a_gpu_is_what_was_measured():
+    assert between(COMPARISON, "gpu")[2:] == [f"| {' | '.join(row)} |" for row in rows_of_gpus()]
+
+
+def test_each_note_of_the_comparison_is_referred_to_and_has_a_source():
+    table, notes = COMPARISON.split("## Figures on a CPU")[0], COMPARISON.split("## Notes\n")[1]
+    numbers = [int(number) for number in re.findall(r"^(\d+)\. ", notes, flags=re.MULTILINE)]
+    assert numbers == list(range(1, len(numbers) + 1))
+    assert {int(number) for number in re.findall(r"\[(\d+)\]\(#notes\)", table)} == set(numbers)
+    for note in re.findall(r"^\d+\. .*$", notes, flags=re.MULTILINE):
+        assert "](https://" in note or "`" in note
