@@ -30,7 +30,7 @@ def refuse_uncounted(what: str, device: torch.device) -> None:
     Example:
         >>> refuse_uncounted("PeakMemory", torch.device("mps"))
         Traceback (most recent call last):
-        ValueError: PeakMemory on mps: memory is counted on the CPU and on CUDA. Train there, or leave it out
+        ValueError: PeakMemory on mps: memory is counted on the CPU and on CUDA. Train there, or leave it out.
     """
     if device.type not in COUNTED:
         why = "memory is counted on the CPU and on CUDA"

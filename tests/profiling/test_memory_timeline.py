@@ -409,7 +409,7 @@ def test_invalid_use_is_refused(tmp_path):
         MemoryTimeline(tmp_path, steps=0)
     with pytest.raises(TypeError, match="first_step"):
         MemoryTimeline(tmp_path, first_step=1.5)
-    with pytest.raises(ValueError, match="a model on meta"):
+    with pytest.raises(ValueError, match="MemoryRecording on meta"):
         MemoryRecording(nn.Linear(1, 1, device="meta"))
     with torch.autograd.profiler.profile(), pytest.raises(RuntimeError, match="one at a time"):
         MemoryRecording(chain()).__enter__()
