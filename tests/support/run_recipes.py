@@ -57,7 +57,7 @@ def read_smaller(page):
 def main(path, folder):
     torch.set_num_threads(1)
     config = LlamaConfig(
-        vocab_size=1000, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+        vocab_size=1000, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2
     )
     LlamaForCausalLM(config).save_pretrained(Path(folder, MODEL))
     for number, (heading, code) in enumerate(read_sections(read_smaller(Path(path).read_text())).items()):
