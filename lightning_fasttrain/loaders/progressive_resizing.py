@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from lightning_fasttrain.core.batch.leaves import batch_size, can_be_cut, list_tensors, pick_rows, walk_leaves
 from lightning_fasttrain.core.checks import PositiveFloat, PositiveInt, check_arguments
 from lightning_fasttrain.core.device import is_out_of_memory
+from lightning_fasttrain.core.host.lightning import in_fabric_backward
 from lightning_fasttrain.core.messages import describe_error, explain
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.loaders.growth_schedule import GrowingBatches, Growth, grow_batches
@@ -313,7 +314,8 @@ def _check_positions(trial_step: TrialStep, size: int, sample: object) -> Any:
     loss = loss_of(output)
     if not tables or not trial_step.gradients or not loss.requires_grad:
         return output
-    gradients = torch.autograd.grad(loss, list(tables.values()), retain_graph=True, allow_unused=True)
+    with in_fabric_backward():
+        gradients = torch.autograd.grad(loss, list(tables.values()), retain_graph=True, allow_unused=True)
     for name, gradient in zip(tables, gradients, strict=True):
         if gradient is not None and _is_prefix(gradient):
             why = f"the first rows of '{name}' are taken for a smaller grid, whose positions are others"

@@ -17,6 +17,7 @@ from torchmetrics import Metric
 
 from lightning_fasttrain.core.device import is_out_of_memory, return_unused_memory
 from lightning_fasttrain.core.distributed import from_all_ranks, is_sharded
+from lightning_fasttrain.core.host.lightning import in_fabric_backward
 from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, patch, without_rounding, wrappers_in
 from lightning_fasttrain.core.state.step_state import (
     StepState,
@@ -421,7 +422,7 @@ def _gradients(loss: Tensor, parameters: list[Tensor]) -> Sequence[Tensor | None
     The mode would treat ``torch.autograd.grad`` as one function and be off inside it."""
     if not parameters:
         return ()
-    with _without_autocast():  # as in a regular backward
+    with _without_autocast(), in_fabric_backward():  # as in a regular backward
         # The order is: outputs, their gradients, retain_graph, create_graph, inputs, allow_unused.
         return _engine_run_backward(
             (loss,), (torch.ones_like(loss),), False, False, tuple(parameters), True, accumulate_grad=False

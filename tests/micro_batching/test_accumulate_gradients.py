@@ -3,6 +3,7 @@
 import itertools
 from contextlib import contextmanager
 
+import lightning as L
 import pytest
 import torch
 from torch import nn
@@ -169,3 +170,26 @@ def test_hugging_face_causal_models_shift_labels_exactly():
     net.zero_grad()
     accumulate_gradients(lambda part: net(**part), batch, 3, count=count_next_tokens)
     assert largest_difference(expected, gradients(net)) < 2e-6
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_fabric_modules_are_tried_in_any_precision(precision):
+    """They refuse a backward that is not Fabric's, except in float32."""
+    fabric, batch, found = L.Fabric(accelerator="cpu", devices=1, precision=precision), lm_batches(1)[0], []
+    fabric.launch()
+    for parts in (1, 3):
+        torch.manual_seed(0)
+        model = fabric.setup_module(TinyLM())
+
+        def step(part, model=model):
+            logits = model(part["input_ids"]).float()
+            return torch.nn.functional.cross_entropy(logits.flatten(0, 1), part["labels"].flatten())
+
+        if parts == 1:
+            fabric.backward(step(batch))
+        else:
+            accumulate_gradients(step, batch, n=parts, backward=fabric.backward)
+        found.append([parameter.grad.float() for parameter in model.parameters()])
+    rounding = 1e-5 if precision == "32-true" else 0.02
+    for whole, split in zip(*found, strict=True):
+        assert torch.dist(whole, split) <= rounding * whole.norm()

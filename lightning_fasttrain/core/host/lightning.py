@@ -12,11 +12,12 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
 
 import lightning as L
+from lightning.fabric import wrappers
 from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
@@ -49,6 +50,14 @@ FabricModule, FabricOptimizer = _FabricModule, _FabricOptimizer
 BackwardSyncControl, Stateful = _BackwardSyncControl, _Stateful
 move_optimizers, note_device = _optimizers_to_device, _update_properties
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+def in_fabric_backward() -> AbstractContextManager[None]:
+    """Return a context in which a backward may go through outputs of Fabric's modules, as in ``fabric.backward``.
+
+    In mixed precision, and under strategies with a backward of their own, they refuse any other.
+    """
+    return patched(wrappers, "_in_fabric_backward", True)
 
 
 def plain_optimizer(optimizer: object) -> Optimizer:
