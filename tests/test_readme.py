@@ -535,3 +535,13 @@ def test_the_errors_of_predictions_for_many_devices_are_those_measured():
     assert f"| {min(errors[2:-1]):+.1%} to {max(errors[2:-1]):+.1%} |" in table
     assert f"| {errors[-1]:+.1%} |" in table
     assert f"llm.c, whose MFU is {0.4 * (1 + errors[-1]):.0%} |" in table
+
+
+def test_what_tune_said_and_what_it_gained_is_in_the_text():
+    rows = json.loads((ROOT / "examples" / "results" / "tune_foreign_cpu.json").read_text())["rows"]
+    text = " ".join(RESULTS.split())
+    for row in rows:
+        said, (applied, *_) = row["said"], row["measured"]["gain"]
+        times = "×{:.2f} ({:.2f} to {:.2f})".format(*said)
+        assert re.search(rf"{re.escape(times)}[^×]* ×{applied:.2f} applied", text), row["script"]
+        assert abs(applied / said[0] - 1) < 0.1
