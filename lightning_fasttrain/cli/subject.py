@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
-from lightning_fasttrain.cli.technique_cards import find_cards
+from lightning_fasttrain.cli.technique_cards import find_cards, plain_spelling
 from lightning_fasttrain.core.checks import PositiveInt, check_arguments, require
 from lightning_fasttrain.core.device import free_bytes
 from lightning_fasttrain.core.host.lightning import TRANSFER_HOOKS
@@ -176,8 +176,10 @@ def load_hugging_face(
     kind, text = getattr(transformers, name, None), config.get_text_config()
     classifies = name.endswith("ForSequenceClassification")
     if kind is None or not (classifies or name.endswith(_LABELS_TOKENS)):
-        why = f"its class, {name or 'not named there'}, does not take token ids and labels"
+        why = f"its class, {name}, does not take token ids and labels"
         way_out = "Write a function that returns (module, batch), and name it as TARGET"
+        if not name:
+            why, way_out = "its config.json names no class", 'Add one, as "architectures": ["LlamaForCausalLM"]'
         raise ValueError(explain(f"--hf {folder}", why, way_out))
     if config.pad_token_id is None:
         config.pad_token_id = 0  # classifiers look for the last token that is not padding
@@ -243,14 +245,12 @@ def _technique_named(entry: str) -> Technique:
 
 
 def _kind_named(name: str) -> Callable[..., Technique]:
-    known: dict[str, Callable[..., Technique]] = {kind.__name__: kind for kind in known_techniques()}
-    plain = name.strip().removeprefix("ft.").rpartition(".")[2]
-    if plain in known:
-        return known[plain]
-    found = [card.name for card in find_cards(name)]
-    if len(found) == 1:
-        return known[found[0]]
-    raise ValueError(explain(f"technique {name!r}", "several come into question", f"Use {' or '.join(found)}"))
+    known = {plain_spelling(kind.__name__): kind for kind in known_techniques()}
+    kind = known.get(plain_spelling(name.rpartition(".")[2]))
+    if kind is None:  # what words may mean is proposed, and not run
+        found = [card.name for card in find_cards(name)[:3]]
+        raise ValueError(explain(f"technique {name!r}", "there is none of this name", f"Use {' or '.join(found)}"))
+    return kind
 
 
 def _import_target(path: str) -> Callable[..., Any]:

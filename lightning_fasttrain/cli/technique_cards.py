@@ -6,7 +6,7 @@ for torch.
 
 import difflib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import resources
 
@@ -127,9 +127,9 @@ def find_cards(words: str) -> list[TechniqueCard]:
         >>> [card.name for card in find_cards("gradient accumulation")][:2]
         ['MicroBatching', 'TokenWeightedAccumulation']
     """
-    cards, wanted = read_cards(), _plain(words)
+    cards, wanted = read_cards(), plain_spelling(words)
     by_name = {card.name: card for card in cards}
-    named = [card for card in cards if wanted in (_plain(card.name), _plain(card.path))]
+    named = [card for card in cards if wanted in (plain_spelling(card.name), plain_spelling(card.path))]
     if named:
         return named
     meant = _meant_by(wanted)
@@ -144,17 +144,21 @@ def find_cards(words: str) -> list[TechniqueCard]:
     if found:
         return found
     for word in words.split():  # as in "slow dataloader"
-        found += [by_name[name] for name in _meant_by(_plain(word)) if by_name[name] not in found]
+        found += [by_name[name] for name in _meant_by(plain_spelling(word)) if by_name[name] not in found]
     if found:
         return found
-    known = {_plain(name): name for name in by_name}
+    raise ValueError(_explain_unknown(what, wanted, by_name))
+
+
+def _explain_unknown(what: str, wanted: str, names: Iterable[str]) -> str:
+    known = {plain_spelling(name): name for name in names}
     for synonyms in _SYNONYMS:
         known.update({word: word for word in synonyms.split()})
     near = [known[word] for word in difflib.get_close_matches(wanted, known, n=3, cutoff=0.6)]
     why = "nor does one describe itself by these words"
     if near:
-        raise ValueError(f"{what}: {why}. Did you mean {' or '.join(near)}?")
-    raise ValueError(explain(what, why, "`fasttrain techniques` lists all"))
+        return f"{what}: {why}. Did you mean {' or '.join(near)}?"
+    return explain(what, why, "`fasttrain techniques` lists all")
 
 
 def _meant_by(wanted: str) -> list[str]:
@@ -164,10 +168,10 @@ def _meant_by(wanted: str) -> list[str]:
 
 def _find_described(cards: Sequence[TechniqueCard], words: str) -> list[TechniqueCard]:
     """Return the techniques whose names contain the words, then those that use all of them about themselves."""
-    wanted, parts = _plain(words), words.lower().split()
+    wanted, parts = plain_spelling(words), words.lower().split()
     if len(wanted) < 3:
         return []
-    containing = [card for card in cards if wanted in _plain(card.name)]
+    containing = [card for card in cards if wanted in plain_spelling(card.name)]
     for card in cards:
         described = f"{card.effect} {card.when}".lower()
         if card not in containing and all(part in described for part in parts):
@@ -175,7 +179,8 @@ def _find_described(cards: Sequence[TechniqueCard], words: str) -> list[Techniqu
     return containing
 
 
-def _plain(words: str) -> str:
+def plain_spelling(words: str) -> str:
+    """Return the letters and digits of a name, in lower case, by which spellings are compared."""
     return "".join(filter(str.isalnum, words.lower()))
 
 

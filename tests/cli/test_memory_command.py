@@ -102,6 +102,7 @@ def test_it_prints_a_table(module, capsys):
         (["--size", "nano", "--techniques", "MicroBatching(4"], "a bracket is not closed"),
         (["--size", "nano", "--techniques", "MicroBatching(parts)"], "its arguments are no literals"),
         (["--size", "nano", "--techniques", "gradient checkpointing"], "Use ActivationCheckpointing or TiledMLP"),
+        (["--size", "nano", "--techniques", "ema"], "technique 'ema': there is none of this name. Use WeightEMA"),
         (["--size", "nano", "--length", "8"], "--length goes with --hf"),
         (["--size", "nano", "--hf", "folder"], "give one of TARGET, --size and --hf"),
         (["--hf", "no/such/folder"], "it has no config.json"),
@@ -195,6 +196,8 @@ def test_a_configuration_is_predicted_as_its_model_is(tmp_path, capsys):
 
     transformers.ViTConfig(architectures=["ViTForImageClassification"]).save_pretrained(tmp_path / "images")
     assert "does not take token ids and labels" in refusal(capsys, "--hf", str(tmp_path / "images"))
+    transformers.LlamaConfig(**SIZES).save_pretrained(tmp_path / "unnamed")
+    assert "names no class. Add one" in refusal(capsys, "--hf", str(tmp_path / "unnamed"))
     transformers.LlamaConfig(architectures=["LlamaForCausalLM"], **SIZES).save_pretrained(tmp_path)
     found = predicted(capsys, "--hf", str(tmp_path), "--batch", "2", "--length", "7", "--device", "cpu")
     module, batch = load_hugging_face(str(tmp_path), 2, 7)

@@ -14,7 +14,7 @@ import yaml
 import lightning_fasttrain as ft
 from docs.describe_techniques import describe
 from lightning_fasttrain.cli.main import BAD_INPUT, main
-from lightning_fasttrain.cli.technique_cards import _SYNONYMS, _plain, find_cards, read_cards
+from lightning_fasttrain.cli.technique_cards import _SYNONYMS, find_cards, plain_spelling, read_cards
 from lightning_fasttrain.planner.candidates import known_techniques, public_path
 from lightning_fasttrain.technique.declarations import Facts
 
@@ -71,9 +71,9 @@ def test_a_technique_is_found_by_any_spelling_of_its_name(card):
 
 @pytest.mark.parametrize("word", [word for words in _SYNONYMS for word in words.split()])
 def test_a_word_of_the_field_finds_techniques_and_is_no_name(word):
-    assert _plain(word) == word
+    assert plain_spelling(word) == word
     assert find_cards(word)
-    assert word not in {_plain(card.name) for card in read_cards()}
+    assert word not in {plain_spelling(card.name) for card in read_cards()}
 
 
 @pytest.mark.parametrize(
