@@ -2,7 +2,6 @@
 
 import os
 import sys
-import time
 import warnings
 
 import lightning as L
@@ -13,7 +12,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.loaders import EvenEpochs, SampleGuard, even_epochs
+from lightning_fasttrain.profiling import step_meter
 from tests.loaders.test_sample_guard import Rows
+from tests.support.clock import Clock
 from tests.support.end_of_rank import write_findings
 from tests.support.nets import ShallowLM, as_loader, largest_difference, lm_batches, trainer, weights
 
@@ -146,23 +147,30 @@ def bad_samples(found, folder):
     found["bad samples, resumed"] = again.skipped
 
 
-class Sleepy(Stream):
-    """Takes a while for each batch on rank 1."""
+class Slow(Stream):
+    """Takes 100 ms for each batch on rank 1, by the clock of the test."""
+
+    clock: Clock
 
     def __iter__(self):
         for batch in self.batches:
-            time.sleep(0.1 * RANK)
+            self.clock.passes(100 * RANK)
             yield batch
 
 
 def slow_ranks(found):
-    meter = ft.StepMeter(warmup=1, compare_ranks_every=4)
-    *_, said = run(BATCHES, [meter], loader=lambda batches: DataLoader(Sleepy(batches), batch_size=None))
-    found["slow"] = said
-    *_, said = run(
-        BATCHES, [ft.StepMeter(warmup=1)], loader=lambda batches: DataLoader(Sleepy(batches), batch_size=None)
-    )
-    found["not asked"] = said
+    Slow.clock = step_meter.perf_counter = Clock()
+
+    class Timed(Spoilt):
+        def loss(self, batch):
+            Slow.clock.passes(10)
+            return super().loss(batch)
+
+    def loader(batches):
+        return DataLoader(Slow(batches), batch_size=None)
+
+    *_, found["slow"] = run(BATCHES, [ft.StepMeter(warmup=1, compare_ranks_every=4)], net=Timed, loader=loader)
+    *_, found["not asked"] = run(BATCHES, [ft.StepMeter(warmup=1)], net=Timed, loader=loader)
 
 
 def main(path):

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.planner.make_plan import suggest_leaner_optimizer, suggest_trimming, suggest_workers
+from tests.support.clock import Clock
 from tests.support.nets import ShallowLM, as_loader, lm_batches, padded_batches
 
 
@@ -23,15 +24,8 @@ class Slow(Dataset):
 
     def __getitem__(self, index):
         self.read.append(index)
-        self.clock.now += 2e-3
+        self.clock.passes(2)
         return torch.rand(3)
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 @pytest.fixture

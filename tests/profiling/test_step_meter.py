@@ -12,20 +12,9 @@ import lightning_fasttrain as ft
 from lightning_fasttrain.core.batch import count_batch
 from lightning_fasttrain.profiling import StepMeter, StepTimer, step_meter
 from lightning_fasttrain.profiling.step_meter import describe_slowest
+from tests.support.clock import Clock
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
-class Clock:
-    """A clock that advances only when a test says so, in milliseconds."""
-
-    now_ms = 0.0
-
-    def __call__(self) -> float:
-        return self.now_ms / 1e3
-
-    def passes(self, ms: float) -> None:
-        self.now_ms += ms
 
 
 @pytest.fixture
