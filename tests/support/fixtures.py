@@ -1,10 +1,10 @@
 """Shared fixtures: every test starts from the same seed, and leaves no global switch changed."""
 
 import gc
-import itertools
 import os
 import random
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -91,14 +91,16 @@ def pytest_runtestloop(session):
     return (yield)
 
 
-_begun = itertools.count()
+class _Frozen:
+    at = 0.0
 
 
 def pytest_runtest_setup(item):
     """The garbage collector, and whoever asks it for all objects, need not look at half a million of imported ones."""
-    if next(_begun) % 25 == 0:
+    if time.monotonic() - _Frozen.at > 1:
         gc.collect()
         gc.freeze()
+        _Frozen.at = time.monotonic()
 
 
 def pytest_collection_modifyitems(items):
