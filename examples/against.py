@@ -29,7 +29,8 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.table import Table
-from rivals import DEFAULT_SIDES, PARTS, SHAPES, SIDES, WARMUP, build_model
+from rivals import DEFAULT_SIDES, PARTS, SHAPES, SIDES, WARMUP, attention_of, build_model
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_fasttrain.bench.ladder.results import refuse_non_finite
 from lightning_fasttrain.bench.ladder.turns import without_paths
@@ -39,18 +40,32 @@ from lightning_fasttrain.core.checks import one_of, positive_int
 from lightning_fasttrain.core.device import Neighbours, fast_mixed_precision, hardware, package_version, versions
 from lightning_fasttrain.core.messages import explain
 
+EQUAL = ("settings", "attention", "optimizer", "precision")  # of sides that are compared
+BEST = {"fast": ("fastest", "step_ms"), "lean": ("leanest", "peak_mib")}
+
 
 def run_side(options):
     """One side in this process, which is its own."""
     for name in ("lightning", "lightning.pytorch", "lightning.fabric", "lightning_fasttrain", "transformers"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")
-    recorder = Recorder(torch.device(options.device), WARMUP, options.steps)
-    SIDES[options.side].train(options, recorder)
+    recorder, side = Recorder(torch.device(options.device), WARMUP, options.steps), SIDES[options.side]
+    optimizers = set()
+    watching = register_optimizer_step_post_hook(lambda one, *_: optimizers.add(describe_optimizer(one)))
+    side.train(options, recorder)
+    watching.remove()
     tokens = options.batch * options.length
     with torch.device("meta"):
         about = {"settings": settings_of(options), "parameters": build_model(options).num_parameters()}
+    if side.kind != "limit":
+        about |= {"attention": attention_of(side, options), "optimizer": ", ".join(sorted(optimizers))}
+        about["precision"] = getattr(side.train, "keywords", {}).get("precision", options.precision)
     return refuse_non_finite({**recorder.result(tokens), "tokens_per_step": tokens, **about})
+
+
+def describe_optimizer(optimizer):
+    group = optimizer.param_groups[0]
+    return f"{type(optimizer).__name__}, lr {group['lr']:g}, weight decay {group['weight_decay']:g}"
 
 
 def settings_of(options):
@@ -93,6 +108,9 @@ def summarise(runs):
         if row["kind"] == "limit":
             continue
         row["peak_mib"] = max(run["peak_mib"] for run in own)
+        row |= {name: own[0].get(name) for name in EQUAL}
+        if row["attention"] == "masked":
+            row["title"] += " (masked attention)"
         row["first_loss"], row["last_loss"] = own[0]["losses"][0], own[0]["losses"][-1]
         row["loss_difference"] = max(largest_difference(run["losses"], first["losses"]) for run in own)
     limits = [row["step_ms"] for row in rows if row["kind"] == "limit" and row["error"] is None]
@@ -100,6 +118,11 @@ def summarise(runs):
         if limits and row["error"] is None:
             row["share_of_limit"] = limits[0] / row["step_ms"]
     return rows
+
+
+def differences(row, other):
+    """Name what two sides do not have in common, though only what is equal can be compared."""
+    return [name for name in EQUAL if row.get(name) != other.get(name)]
 
 
 def largest_difference(losses, others):
@@ -110,13 +133,17 @@ def judge(rows):
     """Ours beside the best rival of its kind, a sentence each, also where we lose."""
     good = [row for row in rows if row["error"] is None]
     rivals = [row for row in good if row["kind"] == "rival"]
-    sentences = []
-    for ours in good if rivals else ():
-        if ours["kind"] == "fast":
-            sentences.append(compare(ours, "fastest", min(rivals, key=lambda row: row["step_ms"])))
-        if ours["kind"] == "lean":
-            sentences.append(compare(ours, "leanest", min(rivals, key=lambda row: row["peak_mib"])))
-    return sentences
+    sentences, unlike = [], {}
+    for ours in good:
+        if ours["kind"] not in BEST:
+            continue
+        fair = [rival for rival in rivals if not differences(ours, rival)]
+        unlike |= {rival["title"]: differences(ours, rival) for rival in rivals if rival not in fair}
+        if fair:
+            word, key = BEST[ours["kind"]]
+            sentences.append(compare(ours, word, min(fair, key=lambda row: row[key])))
+    left_out = [f"{title}, with another {' and '.join(names)}, is not compared" for title, names in unlike.items()]
+    return sentences + left_out
 
 
 def compare(ours, best, rival):
@@ -174,8 +201,9 @@ def beside_rivals(results):
     lines = [BESIDE, ["---"] * len(BESIDE)]
     for result in results:
         rows = {row["side"]: row for row in result["rows"] if row["error"] is None}
-        rivals = [row for row in rows.values() if row["kind"] == "rival"]
-        fast, fastest = rows["ours-fast"], min(rivals, key=lambda row: row["step_ms"])
+        fast = rows["ours-fast"]
+        rivals = [row for row in rows.values() if row["kind"] == "rival" and not differences(fast, row)]
+        fastest = min(rivals, key=lambda row: row["step_ms"])
         leanest = min(rivals, key=lambda row: row["peak_mib"])
         lean = min((row for row in rows.values() if row["kind"] == "lean"), key=lambda row: row["peak_mib"])
         shares = f"{fastest['share_of_limit']:.0%}, {fast['share_of_limit']:.0%}"

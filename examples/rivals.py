@@ -1,5 +1,6 @@
 """The sides of ``against.py``: one model and its batches, trained by Hugging Face, Lightning, a loop, and ours."""
 
+import argparse
 import functools
 import math
 import tempfile
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 import lightning as L
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, Dataset
 
 import lightning_fasttrain as ft
@@ -224,9 +226,31 @@ def train_in_lightning(options, recorder, techniques=list, precision=None):
         trainer.fit(Module(build_model(options)), build_loader(options))
 
 
-def train_in_a_compiled_loop(options, recorder):
+def compile_layers(model, **settings):
+    """Compile each layer. Masks are made outside of them, where Hugging Face sees that none is needed."""
+    for layer in max((one for one in model.modules() if isinstance(one, torch.nn.ModuleList)), key=len):
+        layer.compile(**settings)
+    return model
+
+
+def compile_without_masks(model, **settings):
+    """Compile the model, for which transformers' own registries answer that no position is masked.
+
+    Without an answer, transformers before 5.23, or with torch before 2.14, makes a mask of (B, 1, T, T) while it is
+    traced, and attention with a mask computes both halves.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    AttentionInterface.register("sdpa_without_masks", sdpa_attention_forward)
+    AttentionMaskInterface.register("sdpa_without_masks", lambda *_, **__: None)
+    model.set_attn_implementation("sdpa_without_masks")
+    return torch.compile(model, **settings)
+
+
+def train_in_a_compiled_loop(options, recorder, compile_it=torch.compile):
     model = build_model(options).to(options.device)
-    optimizer, compiled = adamw(model), torch.compile(model)
+    optimizer, compiled = adamw(model), compile_it(model)
     for step, batch in enumerate(build_loader(options)):
         batch = {name: tensor.to(options.device, non_blocking=True) for name, tensor in batch.items()}
         recorder.begin(step, model, optimizer)
@@ -292,6 +316,7 @@ class Side:
     title: str
     train: Callable[..., None]  # takes the options and a Recorder
     kind: str = "rival"  # or ours: "fast", "lean" or "other"; or "limit", which is no training
+    compiled: Callable[..., torch.nn.Module] | None = None  # what is compiled of the model
 
 
 HF, LIGHTNING = train_in_hugging_face, train_in_lightning
@@ -300,20 +325,65 @@ SIDES = {
     "hf": Side("HF Trainer", HF),
     "hf-parts": Side(f"HF, accumulation ×{PARTS}", functools.partial(HF, gradient_accumulation_steps=PARTS)),
     "hf-recompute": Side("HF, gradient_checkpointing", functools.partial(HF, gradient_checkpointing=True)),
-    "hf-compile": Side("HF, torch_compile", functools.partial(HF, torch_compile=True)),
+    "hf-compile": Side("HF, torch_compile", functools.partial(HF, torch_compile=True), compiled=torch.compile),
     "hf-liger": Side("HF, Liger kernels", functools.partial(HF, use_liger_kernel=True)),
-    "hf-all": Side("HF, all three", functools.partial(HF, **ALL_THREE)),
+    "hf-all": Side("HF, all three", functools.partial(HF, **ALL_THREE), compiled=torch.compile),
     "naive": Side("Lightning Trainer, float32", functools.partial(LIGHTNING, precision="32-true"), "other"),
     "lightning": Side("Lightning Trainer", LIGHTNING),
-    "loop": Side("a loop, torch.compile", train_in_a_compiled_loop),
-    "ours-fast": Side("ours, fast", functools.partial(LIGHTNING, techniques=fast), "fast"),
-    "ours-lean": Side(f"ours, lean, {PARTS} parts", functools.partial(LIGHTNING, techniques=lean), "lean"),
-    "ours-lean-graphs": Side(
-        f"ours, lean, {PARTS} parts, CUDA graphs", functools.partial(LIGHTNING, techniques=lean_with_graphs), "lean"
-    ),
-    "ours-lean-in-one": Side("ours, lean, in one", functools.partial(LIGHTNING, techniques=lean_in_one), "lean"),
-    "ours-blocks": Side("ours, compiled blocks alone", functools.partial(LIGHTNING, techniques=blocks), "other"),
+    **{
+        name: Side(title, functools.partial(train_in_a_compiled_loop, compile_it=compile_it), compiled=compile_it)
+        for name, title, compile_it in (
+            ("loop", "a loop, torch.compile", torch.compile),
+            ("loop-layers", "a loop, each layer compiled", compile_layers),
+            ("loop-without-masks", "a loop, compiled, no masks", compile_without_masks),
+        )
+    },
+    **{
+        name: Side(title, functools.partial(LIGHTNING, techniques=techniques), kind, compile_layers)
+        for name, title, techniques, kind in (
+            ("ours-fast", "ours, fast", fast, "fast"),
+            ("ours-lean", f"ours, lean, {PARTS} parts", lean, "lean"),
+            ("ours-lean-graphs", f"ours, lean, {PARTS} parts, CUDA graphs", lean_with_graphs, "lean"),
+            ("ours-lean-in-one", "ours, lean, in one", lean_in_one, "lean"),
+            ("ours-blocks", "ours, compiled blocks alone", blocks, "other"),
+        )
+    },
 }
 SIDES["products"] = Side("its matrix products alone", multiply_alone, "limit")
-ON_A_GPU = ("hf-liger", "ours-lean-graphs")  # Liger's kernels, and CUDA graphs
+# Liger's kernels, CUDA graphs, and masks, which made no difference to the time on a CPU.
+ON_A_GPU = ("hf-liger", "ours-lean-graphs", "loop-without-masks")
 DEFAULT_SIDES = tuple(name for name, side in SIDES.items() if side.kind != "other" and name not in ON_A_GPU)
+SMALL = {"layers": 2, "width": 64, "heads": 2, "vocabulary": 256, "batch": 2, "length": 16}
+
+
+def attention_of(side, options):
+    """Return how a side attends, "causal", "full" or "masked", by a small model that is traced as the side's own is.
+
+    "masked" is attention that is given a tensor, and computes all of the scores whatever it says.
+    """
+    small = argparse.Namespace(**(vars(options) | SMALL | {"steps": 1}))
+    found = set()
+
+    def note(settings):
+        masked = settings.get("attn_mask") is not None
+        found.add("masked" if masked else "causal" if settings.get("is_causal") else "full")
+
+    def read_graph(graph, inputs):
+        for node in graph.graph.nodes:
+            if "scaled_dot_product_attention" in str(node.target):
+                note(node.kwargs)
+        return graph.forward
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            if function is torch.nn.functional.scaled_dot_product_attention:
+                note(kwargs or {})
+            return function(*args, **(kwargs or {}))
+
+    model, batch = build_model(small), next(iter(build_loader(small)))
+    if side.compiled is None:
+        with Watch():
+            model(**batch)
+    else:
+        side.compiled(model, backend=read_graph)(**batch)
+    return ", ".join(sorted(found))

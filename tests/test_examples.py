@@ -1,5 +1,6 @@
 """The examples run, and show what they say. Those that measure are in bench/."""
 
+import ast
 import functools
 import importlib
 import itertools
@@ -16,9 +17,25 @@ from torch.nn import functional as F
 from examples import superbpe, your_own_technique
 from lightning_fasttrain.bench import GPT, GPTConfig, batches, encode_text, read_text
 from tests.support.nets import largest_difference
-from tests.support.run_example import last_line
+from tests.support.run_example import ROOT, last_line
 
 SMALLER_GPT = ("context=128, layers=4, heads=4, width=64", "context=128, layers=2, heads=4, width=32")
+
+
+def test_what_an_example_imports_of_this_package_is_there():
+    """Also of those that need a GPU or minutes, which no other test runs."""
+    missing = []
+    for file in (ROOT / "examples").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lightning_fasttrain"):
+                module = importlib.import_module(node.module)
+                names = [name.name for name in node.names if name.name != "*" and not hasattr(module, name.name)]
+                missing += [(file.name, node.module, name) for name in names if not is_module(node.module, name)]
+    assert missing == []
+
+
+def is_module(package, name):
+    return (ROOT / package.replace(".", "/") / f"{name}.py").exists()
 
 
 @pytest.mark.slow

@@ -57,8 +57,10 @@ class Piece:
 OUT = "--out {folder}/result.json"
 LITTLE = "--layers 2 --width 64 --heads 2 --vocabulary 512 --batch 4 --length 32 --steps 1 --precision 32-true"
 LITTLE_8B = "--layers 2 --width 128 --vocabulary 512 --length 64"
-LLAMA_SIDES = ("lightning", "ours-fast", "hf-liger", "ours-lean", "ours-lean-graphs")
+LLAMA_SIDES = ("lightning", "ours-fast", "hf-liger", "loop-layers", "ours-lean", "ours-lean-graphs")
+GPT2_RIVALS = ("loop", "loop-layers", "loop-without-masks", "ours-fast")
 QLORA = ("transformers", "peft", "bitsandbytes")
+QLORA_SIDES = ("ours + FusedLossHead", "peft + Liger + bf16 head", "peft + transformers", "ours")
 
 
 def beside(model: str, side: str, number: int, estimate_s: float = 40, limit_s: float = 120) -> Piece:
@@ -71,7 +73,8 @@ def beside(model: str, side: str, number: int, estimate_s: float = 40, limit_s: 
 
 def qlora(side: str) -> Piece:
     command = f'examples/gpu/qlora_8b.py --side "{side}" {OUT}'
-    return Piece(f"qlora {side}", 70, 150, command, tiny=LITTLE_8B, needs=QLORA)
+    needs = (*QLORA, "liger_kernel") if "Liger" in side else QLORA
+    return Piece(f"qlora {side}", 70, 150, command, tiny=LITTLE_8B, needs=needs)
 
 
 def experts(side: str) -> Piece:
@@ -89,6 +92,8 @@ PIECES = (
     beside("gpt2", "ours-lean-graphs", 1),
     Piece("ceilings", 10, 90, f"examples/gpu/ceilings.py {OUT}", tiny="--sizes 64,256 --mib 8"),
     beside("gpt2", "loop", 1),
+    beside("gpt2", "loop-layers", 1),
+    beside("gpt2", "loop-without-masks", 1),
     beside("gpt2", "hf-compile", 1),
     beside("gpt2", "hf-all", 1),
     Piece(
@@ -110,8 +115,7 @@ PIECES = (
     beside("gpt2-medium", "ours-fast", 1, 60, 150),
     beside("gpt2-xl", "ours-lean", 1, 90, 200),
     *(beside("llama-1b", side, 1, 60, 150) for side in LLAMA_SIDES),
-    qlora("ours + FusedLossHead"),
-    qlora("peft + transformers"),
+    *(qlora(side) for side in QLORA_SIDES[:3]),
     Piece(
         "prediction",
         50,
@@ -123,8 +127,7 @@ PIECES = (
     ),
     beside("gpt2", "lightning", 2),
     beside("gpt2", "ours-lean-in-one", 1),
-    beside("gpt2", "loop", 2),
-    beside("gpt2", "ours-fast", 2),
+    *(beside("gpt2", side, 2) for side in GPT2_RIVALS),
     beside("gpt2", "ours-lean", 2),
     beside("gpt2", "ours-lean-graphs", 2),
     Piece(
@@ -189,7 +192,7 @@ PIECES = (
         tiny="nano --batch 2 --steps 2",
         needs=("cuda",),
     ),
-    qlora("ours"),
+    qlora(QLORA_SIDES[3]),
     experts("bf16"),
     experts("4 bits"),
     Piece(
@@ -238,3 +241,24 @@ PIECES = (
         read=read_tests,
     ),
 )
+
+# What answers one question together, within the twelve minutes of one lease, in the order of its worth.
+GROUPS = {
+    "fairness": (
+        *(f"gpt2 {side} 1" for side in GPT2_RIVALS),
+        *(f"llama-1b {side} 1" for side in ("ours-fast", "loop-layers", "hf-liger", "lightning")),
+        "ceilings",
+        "step profile",
+        *(f"gpt2 {side} 2" for side in GPT2_RIVALS),
+    ),
+    "correctness": ("tests", "parity top", "parity naive", "padded texts", "prediction", "doctor"),
+    "fine-tuning": (
+        *(f"qlora {side}" for side in QLORA_SIDES),
+        "experts bf16",
+        "experts 4 bits",
+        "low precision 4096",
+        "gpt2-xl ours-lean 1",
+        "budget gpt2-small",
+    ),
+    "stacks": ("ladder", "chunked loss", "ceilings"),
+}

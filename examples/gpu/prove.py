@@ -1,6 +1,7 @@
 """What only a GPU can settle, in the order of its worth, where one is lent for minutes.
 
     python examples/gpu/prove.py [--minutes 8.5] [--out DIR]     # the same again goes on with what is left
+    python examples/gpu/prove.py --only fairness --minutes 12    # a group of GROUPS in pieces.py, or pieces by name
     python examples/gpu/prove.py --report DIR                    # the README's table, and a picture
     python examples/gpu/prove.py --prepare-tokens FILE.npy       # before, where the extra finetune is at hand
 
@@ -29,7 +30,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from pieces import PIECES
+from pieces import GROUPS, PIECES
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # this package need not be installed
@@ -192,14 +193,17 @@ def last_lines(out):
 
 
 def choose(only):
-    """All pieces, or those of these names, in the order of their worth."""
+    """All pieces in the order of their worth, or those of these names and groups in the order of the names."""
     from lightning_fasttrain.core.messages import explain
 
-    names = [piece.name for piece in PIECES]
-    for name in only or names:
-        if name not in names:
-            raise ValueError(explain(f"piece {name!r}", "there is none of this name", f"Use {', '.join(names)}"))
-    return [piece for piece in PIECES if piece.name in (only or names)]
+    pieces = {piece.name: piece for piece in PIECES}
+    names = []
+    for name in only or pieces:
+        if name not in pieces and name not in GROUPS:
+            known = ", ".join([*GROUPS, *pieces])
+            raise ValueError(explain(f"piece {name!r}", "there is none of this name", f"Use {known}"))
+        names += GROUPS.get(name, [name])
+    return [pieces[name] for name in dict.fromkeys(names)]
 
 
 def prepare_tokens(file):
@@ -219,7 +223,7 @@ def parse_options():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=8.5, help="when to be done; default: 8.5")
     parser.add_argument("--out", type=Path, default=Path("proof"), help="folder for the lines; default: proof")
-    parser.add_argument("--only", help="these pieces: A,B; default: all")
+    parser.add_argument("--only", help=f"these pieces, or groups of them: {', '.join(GROUPS)}; default: all")
     parser.add_argument("--no-install", action="store_true", help="do not install what is missing")
     parser.add_argument("--again", action="store_true", help="also what has a line")
     parser.add_argument("--tiny", action="store_true", help="every piece as small as can be")

@@ -5,9 +5,11 @@ Trainer of transformers, at the same settings, in one run.
     python examples/gpu/qlora_8b.py --predict        # without a GPU: the memory alone, in half a minute
 
 The weights are random, as memory and speed do not depend on them; both sides start from the same ones, quantised to
-nf4 with double quantisation, adapt all linear layers with rank 16 in bfloat16 and recompute every block. Full
-fine-tuning, which no such card holds with AdamW in float32, is predicted without being allocated. Each side is a
-process of its own, so that neither finds the memory of the other. --layers and --width make it small enough for a try.
+nf4 with double quantisation, adapt all linear layers with rank 16 in bfloat16 and recompute every block. PEFT runs
+twice: as its guide has it, which keeps head and norms in float32, and at its best, with Liger's kernels and both in
+bfloat16, as ours has them. Full fine-tuning, which no such card holds with AdamW in float32, is predicted without
+being allocated. Each side is a process of its own, so that neither finds the memory of the other. --layers and
+--width make it small enough for a try.
 """
 
 import argparse
@@ -30,7 +32,7 @@ from lightning_fasttrain.core.atomic_write import write_atomic
 from lightning_fasttrain.core.device import GIB, hardware, package_version, versions
 
 WARMUP, STEPS = 5, 20
-SIDES = ("peft + transformers", "ours", "ours + FusedLossHead")
+SIDES = ("peft + transformers", "peft + Liger + bf16 head", "ours", "ours + FusedLossHead")
 
 
 class RandomTokens(Dataset):
@@ -128,14 +130,15 @@ def ours(options, data, device, techniques):
     return clock
 
 
-def theirs(options, data, device):
+def theirs(options, data, device, at_its_best=False):
     import peft
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     model = build(options, device)
     ft.finetune.quantize_base_(model)
     model.is_loaded_in_4bit = True
-    model = peft.prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs={"use_reentrant": False})
+    if not at_its_best:  # all that is not quantised becomes float32, the head's logits too
+        model = peft.prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs={"use_reentrant": False})
     model = peft.get_peft_model(model, peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"))
     clock = Clock()
 
@@ -153,6 +156,7 @@ def theirs(options, data, device):
             max_grad_norm=1.0,
             bf16=device == "cuda",
             use_cpu=device == "cpu",
+            use_liger_kernel=at_its_best,
             gradient_checkpointing=True,
             gradient_checkpointing_kwargs={"use_reentrant": False},
             optim="adamw_torch_fused" if device == "cuda" else "adamw_torch",
@@ -170,6 +174,8 @@ def run_side(options, device):
     match options.side:
         case "peft + transformers":
             clock = theirs(options, data, device)
+        case "peft + Liger + bf16 head":
+            clock = theirs(options, data, device, at_its_best=True)
         case "ours":
             clock = ours(options, data, device, [])
         case "ours + FusedLossHead":

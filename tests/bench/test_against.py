@@ -1,9 +1,11 @@
 """What examples/against.py makes of the runs: rows, judgement, table."""
 
+import argparse
 import importlib
 import json
 
 import pytest
+import torch
 
 from tests.support.run_example import ROOT
 
@@ -50,6 +52,43 @@ def test_each_of_ours_is_held_against_the_best_of_its_kind(against):
     fast, lean = against.judge(against.summarise(runs))
     assert "the fastest rival, HF Trainer: 1.91 times its tokens/s (we win), 0.56 times its memory (we win)" in fast
     assert "the leanest rival, HF, accumulation ×4: 0.84 times its tokens/s (we lose), 0.50 times its memory" in lean
+
+
+def test_sides_that_attend_in_another_way_are_shown_and_not_compared(against):
+    runs = [*rounds("loop", [4, 4], 100), *rounds("hf", [10, 10], 900), *rounds("ours-fast", [5, 5], 450)]
+    for one, attention in zip(runs, ["masked"] * 2 + ["causal"] * 4, strict=True):
+        one |= {"attention": attention, "optimizer": "AdamW", "precision": "bf16-mixed"}
+    rows = against.summarise(runs)
+    sentence, left_out = against.judge(rows)
+    assert sentence.startswith("ours, fast, beside the fastest rival, HF Trainer: 2.00 times its tokens/s (we win)")
+    assert left_out == "a loop, torch.compile (masked attention), with another attention, is not compared"
+    assert "| a loop, torch.compile (masked attention) | 4 (4–4) |" in against.markdown_table({"rows": rows})
+    for name, other in {"attention": "full", "optimizer": "SGD", "precision": "32-true", "settings": {}}.items():
+        assert against.differences(rows[1], {**rows[2], name: other}) == [name]
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "attention"),
+    [
+        ("llama", "lightning", "causal"),
+        ("gpt2", "loop-layers", "causal"),
+        ("llama", "loop-without-masks", "causal"),
+        ("bert", "hf", "full"),
+    ],
+)
+def test_how_a_side_attends_is_read_from_its_model(against, model, name, attention):
+    options = argparse.Namespace(model=model, device="cpu", tokens=None, **against.SHAPES[model])
+    rivals = importlib.import_module("rivals")
+    assert rivals.attention_of(rivals.SIDES[name], options) == attention
+
+
+def test_a_mask_of_the_callers_is_seen(against, monkeypatch):
+    rivals = importlib.import_module("rivals")
+    batch = {"input_ids": torch.ones(2, 16, dtype=torch.long), "labels": torch.ones(2, 16, dtype=torch.long)}
+    hidden = {"attention_mask": torch.arange(16).expand(2, 16) > 3}
+    monkeypatch.setattr(rivals, "build_loader", lambda options: [batch | hidden])
+    options = argparse.Namespace(model="llama", device="cpu", tokens=None, **against.SHAPES["llama"])
+    assert rivals.attention_of(rivals.SIDES["lightning"], options) == "masked"
 
 
 def test_it_says_where_we_lose_and_where_nobody_wins(against):

@@ -112,9 +112,10 @@ def test_a_little_run_does_not_stand_for_a_real_one(make, run):
 
 
 def test_an_unknown_piece_is_refused_with_what_there_is(prove):
-    with pytest.raises(ValueError, match=r"piece 'cellings': there is none of this name. Use gpt2 naive 1, "):
+    with pytest.raises(ValueError, match=r"piece 'cellings': there is none of this name. Use fairness, correctness, "):
         prove.choose(["cellings"])
-    assert [piece.name for piece in prove.choose(["doctor", "ceilings"])] == ["ceilings", "doctor"]
+    assert [piece.name for piece in prove.choose(["doctor", "ceilings", "doctor"])] == ["doctor", "ceilings"]
+    assert [piece.name for piece in prove.choose(["stacks"])] == ["ladder", "chunked loss", "ceilings"]
     assert prove.choose(None) == list(prove.PIECES)
 
 
@@ -151,6 +152,14 @@ def test_the_figures_that_count_come_within_three_minutes(prove):
     first = names.index("gpt2 ours-lean 1")
     assert sum(piece.estimate_s for piece in prove.PIECES[: first + 1]) <= 180
     assert names[-1] == "tests"
+
+
+def test_a_group_is_done_within_a_lease_of_twelve_minutes(prove):
+    known = {piece.name for piece in prove.PIECES}
+    for name, pieces in prove.GROUPS.items():
+        assert name not in known
+        assert sum(piece.estimate_s for piece in prove.choose([name])) <= 12 * 60, name
+        assert len(set(pieces)) == len(pieces)
 
 
 def test_tests_are_counted_also_where_they_were_stopped(prove):
@@ -247,6 +256,39 @@ def test_the_report_is_written_beside_the_lines(report, tmp_path):
 
 def test_a_report_of_nothing_says_so(report, tmp_path):
     assert report.as_markdown({}).startswith("Nothing measured.")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("nvjet_hsh_128x256_64x4_2x1_v_bz_coopA_NNT", "products"),
+        ("void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_bf16_128x128_32x5_nn_align8>", "products"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_32_64x64x128", "attention"),
+        ("void pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_kernel_traits<64, 128, 128, 4>>", "attention"),
+        ("triton_poi_fused_gelu_gelu_backward_3", "element-wise"),
+        ("triton_red_fused_native_layer_norm_backward_7", "sums and norms"),
+        (
+            "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4>>",
+            "optimizer",
+        ),
+        ("Memcpy HtoD (Pinned -> Device)", "copies"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>", "element-wise"),
+        ("a kernel of tomorrow", "other"),
+    ],
+)
+def test_kernels_are_told_by_their_names(prove, kernel, kind):
+    profile = importlib.import_module("step_profile")
+    assert profile.kind_of(kernel) == kind
+    assert profile.sum_kinds({kernel: (2, 3.0), "another": (1, 1.0)})[kind] == (4.0 if kind == "other" else 3.0)
+
+
+def test_the_profile_is_drawn_beside_the_roofline(prove, tmp_path):
+    pytest.importorskip("matplotlib", reason="the extra 'plots' brings it")
+    profile = importlib.import_module("step_profile")
+    row = {"kernels": 5, "step_ms": 10.0, "host_ms": 4.0, "kinds": {"products": 6.0, "other": 2.0}}
+    rows = [{"side": side, **row} for side in ("ours-fast", "ours-lean")]
+    profile.draw({"products_ms": 5.0, "rows": [*rows, {"side": "ours-blocks", "kernels": 0}]}, tmp_path / "step.png")
+    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_top_is_the_fast_stack_of_the_ladder(prove, tmp_path):
