@@ -236,8 +236,8 @@ def compile_layers(model, **settings):
 def compile_without_masks(model, **settings):
     """Compile the model, for which transformers' own registries answer that no position is masked.
 
-    Without an answer, transformers before 5.23, or with torch before 2.14, makes a mask of (B, 1, T, T) while it is
-    traced, and attention with a mask computes both halves.
+    Without an answer transformers makes a mask of (B, 1, T, T) while it is traced, up to 5.24 at least (its issue
+    48925), and attention with a mask computes both halves.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
