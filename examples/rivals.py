@@ -299,6 +299,11 @@ def fast(mode="default"):
     return [ft.FusedLossHead(), ft.EagerGradientRelease(), *blocks(mode)]
 
 
+def between():
+    """Fast, with norms and element-wise operations computed again in the backward."""
+    return [*fast(), ft.ActivationCheckpointing(ft.model.SelectiveOps())]
+
+
 def lean(mode="default"):
     return [ft.MicroBatching(PARTS), *fast(mode), ft.ActivationCheckpointing()]
 
@@ -342,6 +347,7 @@ SIDES = {
         name: Side(title, functools.partial(LIGHTNING, techniques=techniques), kind, compile_layers)
         for name, title, techniques, kind in (
             ("ours-fast", "ours, fast", fast, "fast"),
+            ("ours-between", "ours, fast, selective", between, "other"),
             ("ours-lean", f"ours, lean, {PARTS} parts", lean, "lean"),
             ("ours-lean-graphs", f"ours, lean, {PARTS} parts, CUDA graphs", lean_with_graphs, "lean"),
             ("ours-lean-in-one", "ours, lean, in one", lean_in_one, "lean"),

@@ -126,6 +126,7 @@ PIECES = (
         needs=("transformers",),
     ),
     beside("gpt2", "lightning", 2),
+    beside("gpt2", "ours-between", 1),
     beside("gpt2", "ours-lean-in-one", 1),
     *(beside("gpt2", side, 2) for side in GPT2_RIVALS),
     beside("gpt2", "ours-lean", 2),
@@ -260,5 +261,5 @@ GROUPS = {
         "gpt2-xl ours-lean 1",
         "budget gpt2-small",
     ),
-    "stacks": ("ladder", "chunked loss", "ceilings"),
+    "stacks": ("gpt2 ours-between 1", "ladder", "chunked loss", "ceilings"),
 }
