@@ -18,6 +18,7 @@ from torchmetrics import Metric
 from lightning_fasttrain.core.device import is_out_of_memory, return_unused_memory
 from lightning_fasttrain.core.distributed import from_all_ranks, is_sharded
 from lightning_fasttrain.core.host.lightning import in_fabric_backward
+from lightning_fasttrain.core.modules.parameters import quantized_tensors
 from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, patch, without_rounding, wrappers_in
 from lightning_fasttrain.core.state.step_state import (
     StepState,
@@ -109,10 +110,13 @@ def distinguish_rounding(trial_step: TrialStep, trial: Trial, error_of: Callable
     # Ranks with sharded parameters must run the same number of forwards.
     if not trial_step.gradients or trial.limit <= FLOAT64 or not _SURE < error_of(trial) <= _UNSURE:
         return trial
+    # bitsandbytes' layers have no kernels for float64, and on a CPU return memory that nothing was written to.
+    if any(next(quantized_tensors(model), None) is not None for model in trial_step.models):
+        return trial
     precise = try_split(replace(trial_step, in_turn=False), iter([trial.sample]), "float64")
     if precise.precision != "float64" or precise.why_not:
         return trial
-    # It must change rounding alone: kernels of quantized layers, for instance, do not support it.
+    # It must change rounding alone, which not every kernel supports.
     one, other = trial.whole.values, precise.whole.values
     if one.shape == other.shape and relative_difference(one, other) <= 0.1:
         known = ("scratch", "filled", "state", "metrics")

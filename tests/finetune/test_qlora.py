@@ -2,18 +2,21 @@
 
 import copy
 
+import lightning as L
 import peft
 import pytest
 import torch
 import transformers
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 from transformers import BitsAndBytesConfig
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.finetune import QLoRA, QuantizedBase, dequantized_weight, quantize_base_
 from tests.finetune.test_merge import awake
 from tests.finetune.test_merge_quantized import WideLM
-from tests.finetune.test_targets import llama
+from tests.finetune.test_targets import TINY, llama
 from tests.support.nets import (
     Gradients,
     ShallowLM,
@@ -224,3 +227,41 @@ def test_copies_train_independently():
 def test_dora_in_4_bits_on_the_cpu_is_refused():
     with pytest.raises(TypeError, match=r"DoRA on 'blocks.0.up'.*multiple of 64"):
         ft.apply(ShallowLM(), [QLoRA(rank=2, variant="dora")])
+
+
+class Padded(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        config = transformers.LlamaConfig(**TINY | {"num_hidden_layers": 1, "vocab_size": 1000})
+        self.model = transformers.LlamaForCausalLM(config)
+
+    def training_step(self, batch, batch_idx):
+        return self.model(**batch).loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), 1e-4)
+
+
+class DtypesOf4Bits(TorchDispatchMode):
+    """Collects the dtypes that bitsandbytes' kernels are given or asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "bitsandbytes":
+            self.seen |= {one.dtype for one in tree_iter((args, result)) if isinstance(one, torch.Tensor)}
+        return result
+
+
+def test_its_layers_are_not_asked_in_float64_for_which_they_have_no_kernels():
+    """On a CPU they would answer with memory that nothing was written to; a trial that doubts its rounding asks so."""
+    length = torch.tensor([3, 12, 5, 7])[:, None]
+    ids, kept = torch.randint(1, 1000, (4, 12)), torch.arange(12) < length
+    batch = {"input_ids": ids * kept, "attention_mask": kept.long(), "labels": ids.where(kept, -100)}
+    with DtypesOf4Bits() as watch:
+        fit(Padded(), [batch], [QLoRA(rank=16), ft.MicroBatching(4)], precision="bf16-mixed")
+    assert torch.bfloat16 in watch.seen
+    assert torch.float64 not in watch.seen
