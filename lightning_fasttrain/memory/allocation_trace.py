@@ -422,30 +422,36 @@ def _run_and_cache(
 def _find_builder(result: Any, tensors: Sequence[FakeTensor]) -> _Builder | None:
     """Return a function that builds ``result`` from the arguments; None if that is not possible."""
     kind = type(result)
+    # An operator on lists has as many results as arguments, so each result is looked up instead of compared with all.
+    places: dict[int, int] = {}
+    sharing: dict[int, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        places.setdefault(id(tensor), place)
+        sharing.setdefault(_storage_of(tensor), []).append(place)
     if kind not in (list, tuple):
-        return _find_part_builder(result, tensors)
-    parts = [_find_part_builder(part, tensors) for part in result]
-    shared = set(map(_storage_of, tensors))
+        return _find_part_builder(result, tensors, places, sharing)
+    parts = [_find_part_builder(part, tensors, places, sharing) for part in result]
     storages = map(_storage_of, filter(torch.is_tensor, result))
-    own = [storage for storage in storages if storage not in shared]
+    own = [storage for storage in storages if storage not in sharing]
     if None in parts or len(own) > len(set(own)):
         return None
     return lambda arguments: kind([part(arguments) for part in parts])  # type: ignore[misc]
 
 
-def _find_part_builder(part: object, tensors: Sequence[FakeTensor]) -> _Builder | None:
+def _find_part_builder(
+    part: object, tensors: Sequence[FakeTensor], places: Mapping[int, int], sharing: Mapping[int, list[int]]
+) -> _Builder | None:
+    """Return a function that builds one result; ``places`` are those of arguments by id, ``sharing`` by storage."""
     if part is None:
         return _build_none
-    for place, tensor in enumerate(tensors):
-        if part is tensor:
-            return itemgetter(place)
+    if id(part) in places:
+        return itemgetter(places[id(part)])
     if type(part) is not FakeTensor or not _describe_all((part,), False, [], []) or part.requires_grad:
         return None
-    storage = _storage_of(part)
-    places = [place for place, tensor in enumerate(tensors) if _storage_of(tensor) == storage]
-    if len(places) > 1:
+    bases = sharing.get(_storage_of(part), [])
+    if len(bases) > 1:
         return None
-    build = partial(_build_tensor, tuple(part.shape), part.stride(), part.storage_offset(), part.dtype, *places)
+    build = partial(_build_tensor, tuple(part.shape), part.stride(), part.storage_offset(), part.dtype, *bases)
     copy = build(tensors)
     return build if _is_same(part, copy) else None
 

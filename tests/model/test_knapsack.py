@@ -41,6 +41,16 @@ def test_the_cost_equals_brute_force(seed):
     assert all(t <= r for t, r in zip(taken, capacity, strict=True))
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_sums_that_are_equal_in_bytes_or_cost_equal_brute_force(seed):
+    draw = random.Random(seed)
+    options = []
+    for _ in range(draw.randint(1, 7)):
+        options.append([(draw.randint(0, 4), 0.0), (draw.randint(0, 2), 1.0), (0, float(draw.randint(1, 2)))])
+    capacity = [draw.randint(0, 12) for _ in options]
+    assert cost_of(options, place(options, capacity)) == best_by_trying_all(options, capacity)
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_many_blocks_of_all_sizes_are_placed_nearly_optimally_within_the_limit(seed, monkeypatch):
     draw = random.Random(seed)

@@ -21,7 +21,7 @@ from lightning_fasttrain.core.modules.wrapped_forward import is_compiled, replac
 from lightning_fasttrain.model import EveryBlock
 from lightning_fasttrain.model.activation_checkpointing import CheckpointedForward
 from lightning_fasttrain.model.memory_budget import block_profiler
-from lightning_fasttrain.model.memory_budget.block_cost import BlockCost, measure_block
+from lightning_fasttrain.model.memory_budget.block_cost import BlockCost, Storages, measure_block
 from lightning_fasttrain.model.memory_budget.checkpoint_plan import make_plan
 from lightning_fasttrain.profiling import PeakMemory
 from tests.support import families
@@ -117,7 +117,7 @@ def test_a_blocks_bytes_match_hand_computed_ones():
     block, x = Chain(8), torch.randn(5, 8, requires_grad=True)
     policy = MemoryBudget(1)
     forward = next(iter(policy_forwards(policy, block)))
-    cost = measure_block(forward, ft.model.SelectiveOps().keeps, block.parameters(), (x,), {})
+    cost = measure_block(forward, ft.model.SelectiveOps().keeps, Storages(*block.parameters()), (x,), {})
     assert cost.saved_bytes == 4 * 5 * 32  # tanh(up); x is the block's input
     assert cost.expensive_bytes == 4 * 5 * 32  # up; down is the block's output
     assert cost.cheap_ms >= 0
@@ -134,7 +134,7 @@ def test_measuring_does_not_change_random_states_and_buffers():
     block = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
     before, state = copy.deepcopy(block.state_dict()), torch.get_rng_state()
     (forward,) = policy_forwards(MemoryBudget(1), block)
-    measure_block(forward, ft.model.SelectiveOps().keeps, (), (torch.randn(6, 4),), {})
+    measure_block(forward, ft.model.SelectiveOps().keeps, Storages(), (torch.randn(6, 4),), {})
     assert all(torch.equal(before[key], value) for key, value in block.state_dict().items())
     with torch.random.fork_rng():
         torch.set_rng_state(state)
@@ -146,7 +146,7 @@ def test_measuring_does_not_change_random_states_and_buffers():
 def test_a_result_changed_in_place_cannot_be_kept():
     block = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4))
     (forward,) = policy_forwards(MemoryBudget(1), block)
-    cost = measure_block(forward, ft.model.SelectiveOps().keeps, block.parameters(), (torch.randn(6, 4),), {})
+    cost = measure_block(forward, ft.model.SelectiveOps().keeps, Storages(*block.parameters()), (torch.randn(6, 4),), {})
     assert cost.expensive_bytes is None
     assert cost.saved_bytes == 4 * 6 * 4
 
@@ -439,7 +439,7 @@ def test_measured_tensors_are_freed():
 
     made, block = [], Attention()
     x = torch.randn(2, 2, 8, 8, requires_grad=True)
-    measure_block(CheckpointedForward(block), ft.model.SelectiveOps().keeps, (), (x,), {})
+    measure_block(CheckpointedForward(block), ft.model.SelectiveOps().keeps, Storages(), (x,), {})
     gc.collect()
     assert made
     assert all(storage() is None for storage in made)

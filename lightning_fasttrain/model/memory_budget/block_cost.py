@@ -1,6 +1,6 @@
 """Measure the bytes that a block saves for the backward and its forward time, in total and without expensive ops."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -68,7 +68,7 @@ class BlockCost:
 def measure_block(
     forward: CheckpointedForward,
     keeps: Callable[..., Keep],
-    fixed: Iterable[Tensor],
+    fixed: "Storages",
     args: tuple[object, ...],
     kwargs: Mapping[str, object],
 ) -> BlockCost:
@@ -77,7 +77,8 @@ def measure_block(
     Args:
         forward: the replacement of the block's ``forward``.
         keeps: decides which operations are expensive.
-        fixed: tensors that do not count: the model's parameters and buffers.
+        fixed: storages that do not count: those of the model's parameters and buffers. Those of the block itself, which
+            are gathered for its forward alone where they are sharded, do not count either.
         args, kwargs: arguments of the call.
 
     Returns:
@@ -96,7 +97,8 @@ def measure_block(
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         outputs = run()
     # Inputs and outputs are held for the adjacent blocks too, whichever action this block gets.
-    saved_bytes = saved.nbytes(without=Storages(*fixed, args, kwargs, outputs))
+    own = *forward.module.parameters(), *forward.module.buffers()
+    saved_bytes = saved.nbytes(fixed, Storages(*own, args, kwargs, outputs))
     del outputs
     device = device_of(forward.module)
     whole, watched, expensive = [], [], []
@@ -112,7 +114,7 @@ def measure_block(
             outputs = run()
         watched.append(timer.ms())
         expensive.append(of_expensive.ms())
-        expensive_bytes, is_spoilt = mode.kept.nbytes(without=Storages(outputs)), mode.spoilt
+        expensive_bytes, is_spoilt = mode.kept.nbytes(Storages(outputs)), mode.spoilt
         del outputs
     forward_ms = min(whole)  # other load on the machine only adds time
     # For keeping in the forward and returning in the recomputation.
@@ -160,8 +162,13 @@ class Storages:
         """Check whether one of the tensors is in the set."""
         return any(storage._cdata in self._sizes for storage in _storages_of(nested))
 
-    def nbytes(self, without: "Storages") -> int:
-        return sum(nbytes for key, (_, nbytes) in self._sizes.items() if key not in without._sizes)
+    def nbytes(self, *without: "Storages") -> int:
+        """Return the bytes of the storages that are in none of the sets ``without``."""
+        total = 0
+        for key, (_, nbytes) in self._sizes.items():
+            if not any(key in others._sizes for others in without):
+                total += nbytes
+        return total
 
 
 def _storages_of(nested: object) -> Iterator[torch.UntypedStorage]:

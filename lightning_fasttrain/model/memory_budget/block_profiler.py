@@ -2,6 +2,7 @@
 
 import functools
 import weakref
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from enum import Enum
@@ -21,7 +22,7 @@ from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.core.modules.wrapped_forward import is_compiled, is_replayed, patch
 from lightning_fasttrain.core.peak_memory import PeakMemory
 from lightning_fasttrain.model.activation_checkpointing import Again, CheckpointedForward, SelectiveOps
-from lightning_fasttrain.model.memory_budget.block_cost import BlockCost, costs_over_ranks, measure_block
+from lightning_fasttrain.model.memory_budget.block_cost import BlockCost, Storages, costs_over_ranks, measure_block
 from lightning_fasttrain.model.memory_budget.checkpoint_plan import (
     KEPT,
     RECOMPUTED,
@@ -64,7 +65,9 @@ class StepWatch:
         self.measuring = True  # every block is recomputed, and none is run compiled
         self._stage = _Stage.COSTS
         self._costs: dict[str, BlockCost] = {}  # in the order of the forward
+        self._places: dict[str, int] = {}  # of the blocks, in that order
         self._calls: dict[str, int] = {}  # in one pass, for a block that is called several times
+        self._fixed: Storages | None = None  # of the whole model, in this pass
         self._peaks: dict[str, int] = {}  # see `make_plan`
         self._aim: int | None = None
         self._misses = 0
@@ -76,8 +79,9 @@ class StepWatch:
         self._extents: list[int] = []
         self._measure_costs = False
         self._device = torch.device("cpu")
-        # Blocks with forward done in this pass and backward not begun.
-        self._pending: list[str] = []
+        # Blocks with forward done in this pass and backward not begun: place and name, once for each call, sorted, so
+        # that a search does not pass over all blocks.
+        self._pending: list[tuple[int, str]] = []
         self._window: PeakMemory | None = None
         self._segments: list[str] = []  # for each segment of the window, the last pending block
         self._timer: DeviceTimer | None = None
@@ -109,23 +113,28 @@ class StepWatch:
             self._begin_pass(forward.module, args, kwargs)
             self._hooks.callback(forward.module.register_forward_pre_hook(self._begin_pass, with_kwargs=True).remove)
         if self._measure_costs or name not in self._costs:
-            fixed = *self.model.parameters(), *self.model.buffers()
-            cost = measure_block(forward, EXPENSIVE.keeps, fixed, args, kwargs)
+            if self._fixed is None:
+                self._fixed = Storages(*self.model.parameters(), *self.model.buffers())
+            cost = measure_block(forward, EXPENSIVE.keeps, self._fixed, args, kwargs)
             self._costs[name] = cost.at_least(self._costs.get(name, cost))
+            self._places.setdefault(name, len(self._places))
         self._mark()
 
     def leave(self, name: str) -> None:
         """End and measure a block's forward."""
-        self._pending.append(name)
-        self._calls[name] = max(self._calls.get(name, 1), self._pending.count(name))
+        call = self._places[name], name
+        insort(self._pending, call)
+        calls = bisect_right(self._pending, call) - bisect_left(self._pending, call)
+        self._calls[name] = max(self._calls.get(name, 1), calls)
         self._mark()
 
     @contextmanager
     def watch_recomputation(self, name: str, again: AbstractContextManager[object]) -> Iterator[None]:
         """Track a recomputation of a block's forward."""
-        if self.measuring and name in self._pending:
-            # The last call of a block is recomputed first.
-            del self._pending[len(self._pending) - 1 - self._pending[::-1].index(name)]
+        call = self._places.get(name, -1), name
+        place = bisect_left(self._pending, call)
+        if self.measuring and call in self._pending[place : place + 1]:
+            del self._pending[place]
             self._mark()
         with again, self._timer.measure() if self._timer is not None else nullcontext():
             yield
@@ -133,7 +142,7 @@ class StepWatch:
     def _mark(self) -> None:
         if self._window is not None:
             self._window.mark()
-            last = max(self._pending, key=list(self._costs).index, default="")
+            last = self._pending[-1][1] if self._pending else ""
             self._segments.append(last)
 
     # Passes and steps.
@@ -145,6 +154,7 @@ class StepWatch:
         if self._cautious:  # the larger batch was in the previous pass
             self._follow(self.plan)
         self._cautious = False
+        self._fixed = None  # it may have been replaced since
         tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
         self._measure_costs = bool(tensors) and self._is_larger(tensors[0])
         if self._measure_costs:
@@ -199,6 +209,7 @@ class StepWatch:
     def _end_step(self) -> None:
         # A forward without a backward leaves its blocks in the list.
         self._pending.clear()
+        self._fixed = None
         if self._stage is _Stage.COSTS and self._costs:
             self._stage = _Stage.PEAKS
         elif self._stage is _Stage.PEAKS and self._window is not None:

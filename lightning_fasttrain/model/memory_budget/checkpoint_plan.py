@@ -65,12 +65,14 @@ def place(options: Sequence[Sequence[tuple[int, float]]], capacity: Sequence[int
 
 def _find_unbeaten(taken: np.ndarray, cost: np.ndarray, limit: int) -> np.ndarray:
     """Return the indices of candidates within ``limit`` that cost less than all smaller ones, in order of bytes."""
-    # By bytes, then by cost: lexsort sorts by the last key first.
-    order = np.lexsort((cost, taken))
+    # The candidates with each option of the last block are sorted already, and a stable sort only merges such runs.
+    order = np.argsort(taken, kind="stable")
     order = order[taken[order] <= limit]
     cheapest_so_far = np.minimum.accumulate(cost[order])
     # With inf before it, the first one is always kept.
     order = order[np.flatnonzero(np.diff(cheapest_so_far, prepend=np.inf) < 0)]
+    # Of those with equal bytes the last costs the least.
+    order = order[np.diff(taken[order], append=np.iinfo(np.int64).max) > 0]
     if len(order) > MOST:
         step = taken[order] // (-(-int(taken[order[-1]] + 1) // MOST))
         # The last of an interval is its cheapest.
