@@ -569,13 +569,37 @@ def test_all_at_once_in_a_loop():
     assert largest_difference(reference_for(joined, net=TwoBlocks), weights(bare)) <= 1e-5
 
 
-def test_what_they_cost_grows_no_faster_than_the_model():
-    """Counted in calls of functions, without those who make very many: PEFT, the compiler, and a look at all memory."""
+def train_together(depth):
+    """Without those who make very many calls: PEFT, the compiler, and a look at all memory."""
     many = ft.finetune.Adapter | ft.CompileBlocks | ft.profiling.MemoryTimeline
     counted = [case for case in TOGETHER if not isinstance(case.make(), many)]
+    train(replace(CASES[0], batches=3), [case.make() for case in counted], net=partial(TinyLM, depth=depth))
 
-    def run(depth):
-        train(replace(CASES[0], batches=3), [case.make() for case in counted], net=partial(TinyLM, depth=depth))
+
+def train_within_a_budget(depth):
+    train(POLICIES[1], net=partial(TinyLM, depth=depth))
+
+
+def predict_step(depth, **settings):
+    ft.predict_memory(partial(TinyLM, depth=depth), BATCHES[0], **settings)
+
+
+def predict_rank(depth):
+    predict_step(depth, strategy=ft.FSDP2Strategy(), world=4)
+
+
+@pytest.mark.parametrize(
+    ("run", "depths"),
+    [
+        (train_together, (3, 4, 5)),  # with as many trials of the step each
+        (train_within_a_budget, (3, 4, 5)),
+        (predict_step, (4, 8, 12)),
+        (predict_rank, (3, 4, 5)),
+    ],
+    ids=["techniques together", "a memory budget", "a prediction", "a prediction of a rank"],
+)
+def test_what_they_cost_grows_no_faster_than_the_model(run, depths):
+    """Counted in calls of functions; ``examples/growth.py`` has all others, and times."""
 
     def calls(depth):
         count = itertools.count()
@@ -587,7 +611,7 @@ def test_what_they_cost_grows_no_faster_than_the_model():
         return next(count)
 
     run(3)  # what is looked up once
-    few, more, most = calls(3), calls(4), calls(5)  # with as many trials of the step each
+    few, more, most = map(calls, depths)
     assert most - more <= 1.003 * (more - few)
 
 

@@ -46,6 +46,8 @@ CALLS = {
     "resized in place": lambda x: x.detach().clone().resize_(50),
     "set to another storage": lambda x: torch.empty(0).set_(x),
     "lists": lambda x: torch._foreach_addcmul(list(x), list(x), list(x), 0.5),
+    "lists with repeated tensors": lambda x: torch._foreach_mul([x, x[1:], x], [x, x[0], x]),
+    "the second of equal arguments": lambda x: x[1:].clamp_(x[0], x[0]),
     "lists in place": lambda x: torch._foreach_mul_([x * 1, x[0] * 1], 0.5),
     "several": lambda x: (*x.topk(2), *torch.native_layer_norm(x, (6,), None, None, 1e-5)),
     "convolution": lambda x: F.conv2d(
@@ -146,6 +148,25 @@ def test_later_predictions_equal_the_first(device):
         first = predict(gpt, (tokens, tokens), **settings)
         predict(TinyLM, lm_batches(1)[0])
         assert predict(gpt, (tokens, tokens), **settings) == first
+
+
+MODELS = {
+    "TinyLM": (TinyLM, lm_batches(1)[0]),
+    "GPT": (lambda: GPTModule(GPTConfig(context=32, layers=2)), (torch.zeros(2, 32, dtype=torch.long),) * 2),
+    "frozen": (lambda: TinyLM(frozen=True), lm_batches(1)[0]),
+    "one list for all": (lambda: TinyLM(depth=6, amsgrad=True, foreach=True), lm_batches(1)[0]),
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", MODELS)
+def test_predictions_equal_those_of_operators_that_all_run(name, device, monkeypatch):
+    def predict():
+        return repr(ft.predict_memory(*MODELS[name], device=device, techniques=[ft.ActivationCheckpointing()]))
+
+    cached = predict()
+    monkeypatch.setattr(allocation_trace, "run_cached", lambda func, args, kwargs: func(*args, **kwargs))
+    assert predict() == cached
 
 
 OPTIMIZERS = {
