@@ -207,9 +207,7 @@ FUNCTIONS: dict[str, Callable[..., object]] = {
     "choose_strategy on 8 ranks": lambda depth, width=WIDTH: ft.choose_strategy(
         _factory(depth, width), BATCH, 8, memory_gib=10
     ),
-    "make_plan, the planner": lambda depth, width=WIDTH: ft.make_plan(
-        _factory(depth, width), BATCH, 10, device="cuda"
-    ),
+    "make_plan, the planner": lambda depth, width=WIDTH: ft.make_plan(_factory(depth, width), BATCH, 10, device="cuda"),
     "Auto, the planner in a run": _train_with_auto,
     "verify": _verify,
 }
@@ -247,7 +245,8 @@ def main() -> None:
     torch.set_num_threads(1)
     rows = [row for row in list_rows() if options.only in row.name]
     in_memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
-    columns = {"": "name", "over": "name", "sizes": "name", "CPU s": "number", "exponent": "number", "of calls": "number"}
+    names, numbers = ("", "over", "sizes"), ("CPU s", "exponent", "of calls")
+    columns = {**dict.fromkeys(names, "name"), **dict.fromkeys(numbers, "number")}
     table = ReportTable("Growth: the slope of log(time) over log(size)", columns)
     began = time.process_time()
     with tempfile.TemporaryDirectory(dir=in_memory) as folder:

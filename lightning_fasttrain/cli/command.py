@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 # Also the exit code for arguments that argparse itself refuses.
 BAD_INPUT = 2
+USUAL_BATCH = 4  # sequences of a reference GPT that is run here
 
 Option = tuple[tuple[str, ...], dict[str, Any]]
 
@@ -122,12 +123,17 @@ def load_model(options: argparse.Namespace) -> "tuple[nn.Module, Any]":
         return make(), batch
     if options.size is None:
         return load_subject(options.target, options.arg, data=options.data, fake=False)
-    specimen = _reference(options, 4)
+    specimen = _reference(options, USUAL_BATCH)
+    refuse_too_large(f"--size {options.size}", specimen.module)
     return specimen.module(), specimen.batch()
 
 
-def load_model_without_memory(options: argparse.Namespace) -> tuple[Any, Any]:
+def load_model_without_memory(options: argparse.Namespace, usual_batch: int | None = None) -> tuple[Any, Any]:
     """Return the model, or its factory, without memory, and a batch; of a reference GPT by default the size's own.
+
+    Args:
+        options: those of :func:`model_options`.
+        usual_batch: sequences of a reference GPT's batch where ``--batch`` is not given, in place of the size's own.
 
     Raises:
         ValueError, TypeError: there is none, or it cannot be had.
@@ -140,7 +146,7 @@ def load_model_without_memory(options: argparse.Namespace) -> tuple[Any, Any]:
         return load_hugging_face(options.hf, options.batch, options.length)
     if options.size is None:
         return load_subject(options.target, options.arg, data=options.data)
-    specimen = _reference(options, size_named(options.size).batch)
+    specimen = _reference(options, usual_batch or size_named(options.size).batch)
     return specimen.module, specimen.batch()
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_fasttrain.cli.command import (
+    USUAL_BATCH,
     CommandError,
     load_model,
     load_model_without_memory,
@@ -123,9 +124,14 @@ def compare_strategies(options: argparse.Namespace) -> None:
 def plan_training(options: argparse.Namespace) -> None:
     """Run ``fasttrain plan``: the fastest way to train a model within a limit of memory."""
     from lightning_fasttrain.planner import make_plan
+    from lightning_fasttrain.planner.make_plan import device_here
 
     with working("looking at the model") as status:
-        module, batch = load_model(options)
+        # What is planned for another machine may be larger than this one.
+        if options.device in (None, device_here()):
+            module, batch = load_model(options)
+        else:
+            module, batch = load_model_without_memory(options, USUAL_BATCH)
         plan = make_plan(
             module,
             batch,

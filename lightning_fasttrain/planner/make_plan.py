@@ -22,6 +22,8 @@ from lightning_fasttrain.core.checks import PositiveFloat, PositiveInt, check_ar
 from lightning_fasttrain.core.device import GIB, fast_mixed_precision, free_bytes
 from lightning_fasttrain.core.host.lightning import configured_optimizers
 from lightning_fasttrain.core.messages import explain, format_bytes
+from lightning_fasttrain.core.modules.fake_mode import FakeMode
+from lightning_fasttrain.memory.fake_step import fake_module
 from lightning_fasttrain.memory.predict_memory import DEVICES, PREDICTED_PRECISIONS
 from lightning_fasttrain.optim import build_optimizer, optimizer_state_bytes
 from lightning_fasttrain.planner.candidates import (
@@ -76,7 +78,8 @@ def make_plan(
     Among equally fast choices the simplest is taken. The model is not changed.
 
     Args:
-        module: the model, which is not changed, or a function that builds it.
+        module: the model, which is not changed, or a function that builds it, which allocates nothing for a device that
+            this machine does not have.
         batch: one batch of the loader, or the loader.
         memory_gib: limit for a step's peak memory on each device in GiB; ``"fit"``: the free memory of this device.
         devices: number of devices, each with a batch like this; for several a strategy is chosen too, see
@@ -130,12 +133,14 @@ def make_plan(
     keep_class = Exactness(one_of("keep", keep, tuple(each.value for each in Exactness)))
     if precision is not None:
         one_of("precision", precision, PREDICTED_PRECISIONS)
-    here = "cuda" if torch.cuda.is_available() else "cpu"
+    here = device_here()
     device = here if device is None else one_of("device", device, DEVICES)
     limit_gib = _limit(memory_gib, device, here)
     if loader is None and isinstance(batch, DataLoader):
         loader = batch
     batch = batch_of(batch)
+    if device != here and not isinstance(module, nn.Module):
+        module = fake_module(module, FakeMode())
     plain = as_lightning_module(module, loss, optimizer)
     facts = _facts(device, devices, settings)
     mixed = fast_mixed_precision(torch.device(device))
@@ -192,6 +197,11 @@ def make_plan(
         time.monotonic() - began,
         tuple(search.notes),
     )
+
+
+def device_here() -> str:
+    """Return the type of this machine's device: "cuda" or "cpu"."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _describe_model(plain: L.LightningModule, memory: PredictedMemory, keep: Exactness) -> Iterator[str]:

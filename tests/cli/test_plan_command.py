@@ -1,5 +1,9 @@
 import json
 
+import torch
+
+import lightning_fasttrain as ft
+from lightning_fasttrain.cli import subject
 from lightning_fasttrain.cli.main import main
 from tests.support.nets import ShallowLM, lm_batches
 
@@ -18,6 +22,35 @@ def test_a_plan_is_printed_and_written(tmp_path, capsys):
     written = sorted(path.name for path in (tmp_path / "planned").iterdir())
     assert written == ["plan.json", "plan.png", "plan.yaml"]
     assert json.loads((tmp_path / "planned" / "plan.json").read_text())["measured"] is False
+
+
+def larger_than_a_machine():
+    class Large(ShallowLM):
+        def build(self):
+            super().build()
+            self.blocks.append(torch.nn.Linear(300_000, 300_000, bias=False))
+
+        def forward(self, ids):
+            return self.head(self.embed(ids) + self.blocks[-1].weight[0, 0])
+
+    return Large(), lm_batches(1)[0]
+
+
+ABSENT = "cpu" if torch.cuda.is_available() else "cuda"
+
+
+def test_a_model_for_a_device_that_is_not_here_is_not_built(capsys):
+    assert main(["plan", f"{__name__}:larger_than_a_machine", "--memory", "9000", "--device", ABSENT]) == 0
+    assert "predicted alone" in capsys.readouterr().out
+    plan = ft.make_plan(lambda: larger_than_a_machine()[0], lm_batches(1)[0], 9000, device=ABSENT)
+    assert plan.plain.predicted_bytes > 4 * 4 * 300_000**2
+
+
+def test_a_model_too_large_to_be_trained_here_is_refused_before_it_is_built(capsys, monkeypatch):
+    monkeypatch.setattr(subject, "free_bytes", lambda device: 2**20)
+    for command in (["plan", "--size", "nano"], ["estimate", "--size", "nano", "--tokens", "1M"]):
+        assert main(command) == 2
+        assert "--size nano: its parameters take" in capsys.readouterr().err
 
 
 def test_bad_input_is_one_line(capsys):

@@ -146,7 +146,9 @@ def test_measuring_does_not_change_random_states_and_buffers():
 def test_a_result_changed_in_place_cannot_be_kept():
     block = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4))
     (forward,) = policy_forwards(MemoryBudget(1), block)
-    cost = measure_block(forward, ft.model.SelectiveOps().keeps, Storages(*block.parameters()), (torch.randn(6, 4),), {})
+    cost = measure_block(
+        forward, ft.model.SelectiveOps().keeps, Storages(*block.parameters()), (torch.randn(6, 4),), {}
+    )
     assert cost.expensive_bytes is None
     assert cost.saved_bytes == 4 * 6 * 4
 
