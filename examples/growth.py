@@ -1,19 +1,17 @@
 """How the time of everything that the suite does itself grows: over blocks, parameters and ranks.
 
-    python -m examples.growth [--only NAME] [--turns 3] [--out RESULTS.json]
+    python -m examples.growth [techniques] [widths] [functions] [--only NAME] [--turns 2] [--out RESULTS.json]
 
 Each technique trains a small language model for a few steps, as in ``tests/cases.py``, with its trial and whatever else
 it does at the start; the planner, ``verify`` and the predictions are called once. An exponent is the slope of log(time)
 over log(size): 1 is in proportion. Times are CPU time of this process on one thread, the least of several turns, since
-other work of a machine only adds time; a row above the limit is measured in more turns. Calls of functions are counted
-as well, where the size is the number of blocks: they are the same in every run, and their exponent is that between the
-two largest sizes. Files are in memory where the system has such a folder, since a disk has a growth of its own.
+other work of a machine only adds time; a row above the limit is measured in more turns. Files are in memory where the
+system has such a folder, since a disk has a growth of its own. ``tests/test_contracts.py`` counts calls of functions.
 """
 
 import argparse
 import datetime
 import gc
-import itertools
 import json
 import logging
 import math
@@ -22,7 +20,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -44,6 +42,7 @@ from tests.support.nets import VOCAB, Block, TinyLM, as_loader, lm_batches, trai
 LIMIT = 1.1
 MORE_TURNS = 4  # for a row above the limit
 FEWEST_SIZES, ENOUGH_SECONDS = 3, 0.6  # larger sizes are left out where three are measured and one takes so long
+GROUPS = ("techniques", "widths", "functions")
 WIDTH = 32
 BATCH = lm_batches(1)[0]
 
@@ -72,7 +71,8 @@ class Row:
         over: what the size is.
         sizes: values of the argument of ``prepare``, growing.
         measure_of: argument → the size; by default the argument itself.
-        seconds, calls: CPU time and number of calls by size.
+        seconds: CPU time of each size.
+        turns: turns of which these are the least.
     """
 
     name: str
@@ -81,7 +81,6 @@ class Row:
     prepare: Callable[[int], Callable[[], object]]
     measure_of: Callable[[int], int] = lambda size: size
     seconds: list[float] = field(default_factory=list)
-    calls: list[int] = field(default_factory=list)
     turns: int = 0
 
     def take_turn(self) -> None:
@@ -99,25 +98,10 @@ class Row:
         self.seconds = list(map(min, self.seconds, times)) if self.turns else times
         self.turns += 1
 
-    def count_calls(self) -> None:
-        """Count the calls at the two largest sizes."""
-        for size in self.sizes[-2:]:
-            work, count = self.prepare(size), itertools.count()
-            sys.setprofile(lambda *_, count=count: next(count))
-            try:
-                work()
-            finally:
-                sys.setprofile(None)
-            self.calls.append(next(count))
-
     @property
     def exponent(self) -> float:
         """The slope of the least squares."""
         return _slope(list(map(self.measure_of, self.sizes)), self.seconds)
-
-    @property
-    def exponent_of_calls(self) -> float | None:
-        return _slope(list(map(self.measure_of, self.sizes[-2:])), self.calls) if self.calls else None
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -127,8 +111,6 @@ class Row:
             "cpu_seconds": [round(seconds, 4) for seconds in self.seconds],
             "turns": self.turns,
             "exponent": round(self.exponent, 3),
-            "calls": self.calls,
-            "exponent_of_calls": self.calls and round(self.exponent_of_calls or 0.0, 3),
         }
 
 
@@ -139,23 +121,23 @@ def _slope(sizes: list[int], values: list[Any]) -> float:
     return sum(products) / sum((x - middle) ** 2 for x in logs)
 
 
-def list_rows() -> Iterator[Row]:
-    """Yield all rows."""
+def list_rows(groups: Sequence[str]) -> Iterator[Row]:
+    """Yield the rows of these groups, all for none."""
+    groups = groups or GROUPS
     budget = replace(
         cases.BY_NAME["ActivationCheckpointing"],
         make=lambda: ft.ActivationCheckpointing(ft.MemoryBudget(1.0)),
         batches=5,
     )
-    techniques = {"plain training": None, **cases.BY_NAME, "MemoryBudget": budget}
-    for name, case in techniques.items():
-        yield Row(name, "blocks", (12, 24, 48, 96), partial(prepare_training, case))
-    for name, case in techniques.items():
-        train_wide = partial(prepare_training, case, 3)
-        yield Row(name, "parameters", (256, 512, 1024), train_wide, parameters_of_width)
+    for name, case in {"plain training": None, **cases.BY_NAME, "MemoryBudget": budget}.items():
+        if "techniques" in groups:
+            yield Row(name, "blocks", (12, 24, 48, 96), partial(prepare_training, case))
+        if "widths" in groups:
+            yield Row(name, "parameters", (256, 512, 1024), partial(prepare_training, case, 3), parameters_of_width)
+    if "functions" not in groups:
+        return
     for name, run in FUNCTIONS.items():
-        largest = 16 if "plan" in name or "verify" in name else 48
-        yield Row(name, "blocks", (largest // 4, largest // 2, largest), partial(partial, run))
-    for name, run in FUNCTIONS.items():
+        yield Row(name, "blocks", (3, 6, 12) if "plan" in name else (8, 16, 32), partial(partial, run))
         yield Row(name, "parameters", (64, 128, 256), partial(partial, run, 3), parameters_of_width)
     for name, run_on in ON_RANKS.items():
         yield Row(name, "ranks", (8, 64, 512), partial(partial, run_on))
@@ -229,12 +211,11 @@ def measure(row: Row, turns: int) -> None:
         row.take_turn()
     while row.exponent > LIMIT and row.turns < turns + MORE_TURNS:
         row.take_turn()
-    if row.over == "blocks":
-        row.count_calls()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("groups", nargs="*", metavar="GROUP", help=f"of {', '.join(GROUPS)}; default: all")
     parser.add_argument("--only", default="", help="rows whose name contains this")
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--out", type=Path, help="a JSON file for the figures")
@@ -243,37 +224,49 @@ def main() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    rows = [row for row in list_rows() if options.only in row.name]
+    rows = [row for row in list_rows(options.groups) if options.only in row.name]
     in_memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
-    names, numbers = ("", "over", "sizes"), ("CPU s", "exponent", "of calls")
-    columns = {**dict.fromkeys(names, "name"), **dict.fromkeys(numbers, "number")}
-    table = ReportTable("Growth: the slope of log(time) over log(size)", columns)
-    began = time.process_time()
     with tempfile.TemporaryDirectory(dir=in_memory) as folder:
         cases.FOLDER = folder
         for place, row in enumerate(rows, start=1):
             measure(row, options.turns)
-            of_calls = row.exponent_of_calls
-            sizes = f"{row.measure_of(row.sizes[0]):,} to {row.measure_of(row.sizes[-1]):,}"
-            figures = f"{row.seconds[-1]:.3f}", f"{row.exponent:.2f}", "" if of_calls is None else f"{of_calls:.2f}"
-            table.add(row.name, row.over, sizes, *figures)
             print(f"[{place}/{len(rows)}] {row.name} over {row.over}: {row.exponent:.2f}", file=sys.stderr, flush=True)
+            if options.out is not None:
+                write_report(options.out, rows[:place])
+    print_table(rows)
+
+
+def print_table(rows: Sequence[Row]) -> None:
+    """Print a row's sizes, the time at the largest one, and its exponent, and which are above the limit."""
+    kinds = ("name", "name", "name", "number", "number")
+    columns = dict(zip(("", "over", "sizes", "CPU s", "exponent"), kinds, strict=True))
+    table = ReportTable("Growth: the slope of log(time) over log(size)", columns)
+    for row in rows:
+        sizes = f"{row.measure_of(row.sizes[0]):,} to {row.measure_of(row.sizes[-1]):,}"
+        table.add(row.name, row.over, sizes, f"{row.seconds[-1]:.3f}", f"{row.exponent:.2f}")
     print(table)
-    above = [f"{row.name} over {row.over}" for row in rows if row.exponent > LIMIT]
-    print(f"above {LIMIT}: {', '.join(above) or 'none'}")
-    if options.out is not None:
-        report = {
-            "hardware": hardware(),
-            "versions": versions(),
-            "command": without_paths(shlex.join(["python", "-m", "examples.growth", *sys.argv[1:]])),
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "times": "CPU time of the process on one thread, the least of the turns",
-            "took_cpu_seconds": round(time.process_time() - began),
-            "limit": LIMIT,
-            "above_the_limit": above,
-            "rows": [row.as_dict() for row in rows],
-        }
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"above {LIMIT}: {', '.join(list_above(rows)) or 'none'}")
+
+
+def list_above(rows: Sequence[Row]) -> list[str]:
+    """Return the rows above the limit."""
+    return [f"{row.name} over {row.over}" for row in rows if row.exponent > LIMIT]
+
+
+def write_report(path: Path, rows: Sequence[Row]) -> None:
+    """Write the rows so far as JSON."""
+    report = {
+        "hardware": hardware(),
+        "versions": versions(),
+        "command": without_paths(shlex.join(["python", "-m", "examples.growth", *sys.argv[1:]])),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "times": "CPU time of the process on one thread, the least of the turns",
+        "took_cpu_seconds": round(time.process_time()),
+        "limit": LIMIT,
+        "above_the_limit": list_above(rows),
+        "rows": [row.as_dict() for row in rows],
+    }
+    path.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":
