@@ -103,6 +103,15 @@ class Row:
         """The slope of the least squares."""
         return _slope(list(map(self.measure_of, self.sizes)), self.seconds)
 
+    def read(self, earlier: Sequence[dict[str, Any]]) -> bool:
+        """Take the times of an earlier run, if it has them."""
+        for row in earlier:
+            if (row["what"], row["over"]) == (self.name, self.over):
+                self.sizes = self.sizes[: len(row["sizes"])]
+                self.seconds, self.turns = row["cpu_seconds"], row["turns"]
+                return True
+        return False
+
     def as_dict(self) -> dict[str, Any]:
         return {
             "what": self.name,
@@ -218,7 +227,7 @@ def main() -> None:
     parser.add_argument("groups", nargs="*", metavar="GROUP", help=f"of {', '.join(GROUPS)}; default: all")
     parser.add_argument("--only", default="", help="rows whose name contains this")
     parser.add_argument("--turns", type=int, default=2)
-    parser.add_argument("--out", type=Path, help="a JSON file for the figures")
+    parser.add_argument("--out", type=Path, help="a JSON file for the figures; a run that was cut short continues it")
     options = parser.parse_args()
     for name in ("lightning.pytorch", "lightning_fasttrain"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -226,10 +235,14 @@ def main() -> None:
     torch.set_num_threads(1)
     rows = [row for row in list_rows(options.groups) if options.only in row.name]
     in_memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    earlier = []
+    if options.out is not None and options.out.exists():
+        earlier = json.loads(options.out.read_text())["rows"]
     with tempfile.TemporaryDirectory(dir=in_memory) as folder:
         cases.FOLDER = folder
         for place, row in enumerate(rows, start=1):
-            measure(row, options.turns)
+            if not row.read(earlier):
+                measure(row, options.turns)
             print(f"[{place}/{len(rows)}] {row.name} over {row.over}: {row.exponent:.2f}", file=sys.stderr, flush=True)
             if options.out is not None:
                 write_report(options.out, rows[:place])
