@@ -216,6 +216,8 @@ ON_RANKS: dict[str, Callable[[int], object]] = {
 def measure(row: Row, turns: int) -> None:
     """Measure a row in so many turns, and in more while it is above the limit."""
     row.prepare(row.sizes[0])()  # what is imported and looked up once
+    gc.collect()
+    gc.freeze()  # collections before each run would pass over all that is imported
     for _ in range(turns):
         row.take_turn()
     while row.exponent > LIMIT and row.turns < turns + MORE_TURNS:
