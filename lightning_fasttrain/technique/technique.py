@@ -362,7 +362,7 @@ def apply(model: nn.Module, techniques: Iterable[Technique]) -> ExitStack:
         ValueError: one technique twice, or two that do not go together.
         TypeError: a technique that acts in the training loop; the message names the function to call there.
         RuntimeError: new parameters train and Fabric has set the model up already. Where only the optimizer was made
-            before, its tenth step raises it.
+            before, its tenth step raises it; its second, if all its parameters are frozen by then.
 
     Example:
         >>> import lightning_fasttrain as ft
