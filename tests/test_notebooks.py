@@ -73,7 +73,7 @@ def test_the_long_notebooks_import_and_call_what_there_is(notebook):
     from tests.support.run_notebook import code_cells, read_smaller
 
     content = read_smaller(NOTEBOOKS[notebook], *SMALLER.get(notebook, ()))
-    assert bind_calls("\n".join(cell.source for cell in code_cells(content))) > 2
+    assert bind_calls("\n".join(cell.source for cell in code_cells(content))) >= 1
 
 
 @pytest.mark.parametrize("notebook", sorted(NOTEBOOKS))
