@@ -14,7 +14,7 @@ from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_fasttrain.core.atomic_write import why_unwritable, write_atomic
-from lightning_fasttrain.core.checks import Batch, PositiveFloat, check_arguments, one_of
+from lightning_fasttrain.core.checks import PositiveFloat, check_arguments, one_of
 from lightning_fasttrain.core.device import hardware, versions
 from lightning_fasttrain.core.host.lightning import refuse_second_stateful, training_loader
 from lightning_fasttrain.core.messages import explain, say, warn
@@ -111,7 +111,7 @@ class Auto(AddsTechniques):
         memory_gib: PositiveFloat | Literal["fit"] = "fit",
         keep: str = "exact",
         seconds: PositiveFloat | None = None,
-        batch: Batch | None = None,
+        batch: object = None,
     ) -> None:
         self.memory_gib: float | Literal["fit"] = memory_gib
         self.seconds, self.batch = seconds, batch

@@ -65,8 +65,8 @@ _NO_BATCHES = {
 }
 
 
-class NoOther:
-    """Beside ``object``: anything that a loader may yield, but nothing that belongs to another argument.
+class AnyBatch:
+    """Annotation of a batch: anything that a loader may yield, but nothing that belongs to another argument.
 
     Example:
         >>> find_problem(Batch, 8).why
@@ -94,7 +94,7 @@ class NoOther:
         return "a batch"
 
 
-Batch = Annotated[object, NoOther()]
+Batch = Annotated[object, AnyBatch()]
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ def _find_in_annotated(annotation: object, value: object) -> Problem | None:
     for limit in limits:
         if problem is None and isinstance(limit, Bounds) and not limit.allow(value):
             problem = Problem(f"it must be {limit}", "", ValueError)
-        if problem is None and isinstance(limit, NoOther):
+        if problem is None and isinstance(limit, AnyBatch):
             problem = limit.find_problem(value)
     return problem
 
