@@ -1,5 +1,6 @@
 """A mixin with which a ``LightningModule`` brings its techniques along."""
 
+import difflib
 import functools
 from collections.abc import Sequence
 from typing import Any, cast
@@ -16,6 +17,8 @@ from lightning_fasttrain.optim import NamedOptimizer
 from lightning_fasttrain.technique import Technique
 from lightning_fasttrain.technique.technique import apply, is_operated_on, list_techniques
 
+_READ = ("techniques", "configure_techniques")  # names in a class that the mixin reads
+
 
 class FastTrainMixin:
     """A ``LightningModule`` that names its own techniques; any Trainer that fits it uses them.
@@ -29,7 +32,8 @@ class FastTrainMixin:
     ``configure_optimizers`` is needed.
 
     Raises:
-        TypeError: the mixin comes after the LightningModule in the list of bases, whose hook would hide its own.
+        TypeError: the mixin comes after the LightningModule in the list of bases, whose hook would hide its own; or the
+            class has techniques under a misspelled name, such as ``technique``.
 
     Example:
         >>> import lightning as L
@@ -87,6 +91,7 @@ class FastTrainMixin:
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         _refuse_hidden(cls)
+        _refuse_misspelled(cls)
         own = cls.__dict__.get("configure_callbacks")
         if own is not None:
 
@@ -122,6 +127,18 @@ def _refuse_hidden(cls: type) -> None:
         why = "LightningModule's configure_callbacks comes before the mixin's, so no technique would be used"
         way_out = f"Turn the bases round: class {cls.__name__}({', '.join(base.__name__ for base in right)})"
         raise TypeError(explain(f"class {cls.__name__}({', '.join(bases)})", why, way_out))
+
+
+def _refuse_misspelled(cls: type) -> None:
+    """Refuse names like ``technique`` that nothing would read, so that no technique would be used."""
+    for name, value in vars(cls).items():
+        meant = difflib.get_close_matches(name, _READ, n=1, cutoff=0.9)
+        if name in _READ or not meant:
+            continue
+        listed = value if isinstance(value, list | tuple) else [value]
+        if callable(value) or any(isinstance(one, Technique) for one in listed):
+            why = "nothing reads this name, so no technique would be used"
+            raise TypeError(explain(f"class {cls.__name__} has {name}", why, f"Call it {meant[0]}"))
 
 
 def _with_techniques(module: FastTrainMixin, callbacks: Sequence[L.Callback] | L.Callback | None) -> list[L.Callback]:

@@ -262,4 +262,93 @@ MISTAKES = {
     "ft.predict_memory(lm, batch, world=8)": ("world=8 without strategy=", "Pass strategy=FSDP2Strategy()"),
     "ft.predict_memory(lm, batch, techniques=ft.QLoRA())": ("a list of Technique objects", "Put it into a list"),
     "ft.strategy.consolidate(folder, 'w.pt')": ("out='w.pt'", "Use 'w.safetensors'"),
+    # What goes in another place, or in no list together.
+    "opt = adamw(lm.parameters())\n"
+    "ft.apply(lm, [ft.LoRA(2)])\n"
+    "for _ in range(2):\n"
+    "    lm.loss(batch).backward()\n"
+    "    opt.step()": ("AdamW was made before apply(model, [LoRA])", "then make the optimizer"),
+    "lm.configure_optimizers = lambda opt=adamw(lm.parameters()): opt\nfit([ft.LoRA(2)])": (
+        "an optimizer was made before apply(model, [LoRA])",
+        "Make the optimizer in configure_optimizers",
+    ),
+    "fit([ft.optim.WeightEMA(), L.pytorch.callbacks.EMAWeightAveraging()])": (
+        "WeightEMA + EMAWeightAveraging",
+        "Remove one of them",
+    ),
+    "fit([ft.optim.WeightEMA(), ft.optim.WeightEMA(0.99)])": ("WeightEMA is listed twice", "Remove one of them"),
+    "fit([ft.Auto(2), ft.Auto(4)])": ("Auto is listed twice", "Remove one of them"),
+    "fit([ft.Auto(2), ft.MicroBatching(2)])": ("Auto + MicroBatching(n=2)", "Remove MicroBatching"),
+    "fit([ft.optim.AdaptiveClipping()], gradient_clip_val=1.0)": (
+        "gradient_clip_val=1.0",
+        "Leave gradient_clip_val out",
+    ),
+    "fit([ft.loaders.GlobalBatch(4)], accumulate_grad_batches=2)": ("GlobalBatch with accumulate_grad_batches=2",),
+    "fit([ft.Auto])": ("callbacks=[Auto]", "Use Auto(...)"),
+    "fit([ft.Doctor])": ("callbacks=[Doctor]", "Use Doctor(...)"),
+    "fit([ft.micro_batching.TrimPadding()])": ("callbacks=[TrimPadding(...)]", "use MicroBatching(n, trim_padding="),
+    "mixin([ft.Auto()]).configure_callbacks()": ("<Auto> among techniques", "Trainer(callbacks=[Auto()])"),
+    "mixin([ft.FSDP2Strategy()]).configure_callbacks()": ("<FSDP2Strategy> among", "Trainer(strategy=FSDP2Strategy())"),
+    "mixin([ft.optim.NamedOptimizer()]).configure_callbacks()": ("<NamedOptimizer> among techniques", "set optimizer="),
+    "mixin([L.pytorch.callbacks.Timer()]).configure_callbacks()": ("<Timer> among techniques", "configure_callbacks"),
+    "class Net(ft.FastTrainMixin, L.LightningModule):\n    technique = [ft.MicroBatching(2)]": (
+        "class Net has technique",
+        "Call it techniques",
+    ),
+    "class Net(ft.FastTrainMixin, L.LightningModule):\n    def configure_technique(self): ...": (
+        "class Net has configure_technique",
+        "Call it configure_techniques",
+    ),
+    "ft.apply(lm, [ft.Auto()])": ("expected a Technique, got an Auto", "make_plan(model, batch)"),
+    "ft.apply(lm, [ft.ZeROStrategy(2)])": ("got a ZeROStrategy", "Trainer(strategy=ZeROStrategy"),
+    # Batches, steps and devices.
+    "ft.verify(lm, [ft.MicroBatching(2)])": ("got a list of MicroBatching objects", "techniques=[...]"),
+    "ft.make_plan(lm, 8)": ("batch=8", "expected a batch or a DataLoader", "Pass a batch of your DataLoader"),
+    "ft.predict_memory(lm, None)": ("batch=None", "expected a batch or a DataLoader"),
+    "ft.verify(lm, loader.dataset, [ft.MicroBatching(2)])": (
+        "a batch or a DataLoader",
+        "DataLoader(dataset, batch_size",
+    ),
+    "ft.accumulate_gradients(lm.training_step, batch, 2)": (
+        "it is called with 1 argument, and takes batch, batch_idx",
+        "lambda a: training_step(a, ...)",
+    ),
+    "ft.verify(net, batch, [ft.MicroBatching(2)], loss=lambda batch: 0, optimizer=adamw)": (
+        "loss=<lambda>",
+        "it is called with 2 arguments, and takes batch",
+    ),
+    "ft.MicroBatching(2, split=lambda batch: [batch])": ("split=<lambda>", "Write it for 2 arguments"),
+    "ft.accumulate_gradients(nn.Bilinear(2, 2, 1), {'input1': batch, 'input2': batch}, 2)": (
+        "step=Bilinear",
+        "this forward takes input1, input2 by name",
+        "lambda batch: model(**batch).loss",
+    ),
+    "with torch.no_grad():\n    ft.accumulate_gradients(lm.loss, batch, 2, count='targets', check=False)": (
+        "a loss without a gradient",
+        "torch.no_grad()",
+    ),
+    "ft.accumulate_gradients(lambda batch: lm.loss(batch).item(), batch, 2)": ("returned float", "Return the loss"),
+    "ft.accumulate_gradients(lambda batch: lm(batch['input_ids']), batch, 2)": ("loss of shape", "Return loss.mean()"),
+    "ft.loaders.prefetch_to_device(loader, 'gpu')": ("device='gpu'", "Use 'cuda'"),
+    "ft.optim.WeightEMA().update(lm.parameters())": ("model=<generator>", "Pass the model itself"),
+    # Schedules and names of other libraries.
+    "ft.build_schedule(adamw(net.parameters()), warmup=20, total=9)": ("a warmup of 20 steps in a run of 9", "'5%'"),
+    "ft.build_schedule(adamw(net.parameters()), num_training_steps=9)": ("num_training_steps=...", "Use total="),
+    "ft.build_optimizer(net, learning_rate=1e-3)": ("learning_rate=...", "another library's name", "Use lr="),
+    "ft.MicroBatching(gradient_accumulation_steps=4)": ("gradient_accumulation_steps", "TokenWeightedAccumulation"),
+    "ft.QLoRA(bnb_4bit_quant_type='nf4')": ("bnb_4bit_quant_type", "Use kind="),
+    "ft.LoRA(task_type='CAUSAL_LM')": ("task_type", "is not wrapped"),
+    "ft.ActivationCheckpointing(use_reentrant=False)": ("use_reentrant", "never reentrant"),
+    "ft.optim.WeightEMA(update_every_n_steps=10)": ("update_every_n_steps", "Use every_n_steps="),
+    "ft.ZeROStrategy(zero_stage=2)": ("zero_stage=2", "Use stage=2"),
+    "ft.choose_strategy(net, batch, 8, memory_gib='80GB')": ("memory_gib='80GB'", "Write the number alone"),
+    # Runs under SLURM or torchrun.
+    "ft.Preemption(signals=['SIGUSR1'])": ("entry 0: expected a whole number", "signal.SIGUSR1"),
+    "ft.newest_checkpoint('runs/last.ckpt')": ("runs/last.ckpt", "Pass the folder", "'runs'"),
+    "ft.ExactResume('last.ckpt')": ("strict='last.ckpt'", "True or False"),
+    "t = trainer([ft.LoRA(2)])\nt.fit(lm, loader)\nt.save_checkpoint(folder + '/a.ckpt')\n"
+    "trainer([ft.LoRA(4)]).fit(type(lm)(), loader, ckpt_path=folder + '/a.ckpt')": (
+        "has r=2, and this run's has r=4",
+        "Use the same settings",
+    ),
 }

@@ -45,6 +45,7 @@ NAMES = {
     "_pl_static_graph_delay_done": (f"{PYTORCH}.strategies.ddp", ["core/host/lightning"]),
     "_should_accumulate": (f"{LOOPS}.training_epoch_loop", ["core/host/lightning"]),
     "_teardown": (f"{PYTORCH}.trainer.trainer", ["core/host/lightning"]),
+    "_validate_callbacks_list": (f"{CONNECTORS}.callback_connector", ["core/host/lightning"]),
     "_trainer": (f"{PYTORCH}.core.module", ["core/host/lightning"]),
     "_logger_connector": (
         f"{PYTORCH}.trainer.trainer",

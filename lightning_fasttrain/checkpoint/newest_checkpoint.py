@@ -185,7 +185,7 @@ def newest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
 
     Raises:
         CorruptCheckpoint: there are checkpoints, but all of them are damaged.
-        ValueError: ``folder`` is an address, as of a bucket: for these there is
+        ValueError: ``folder`` is the name of a checkpoint; or an address, as of a bucket: for these there is
             :func:`~lightning_fasttrain.checkpoint.newest_remote_checkpoint`.
 
     Example:
@@ -204,6 +204,9 @@ def newest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
         why = "it is an address, and this looks into folders of this machine"
         raise ValueError(explain(f"{folder}", why, "Use lightning_fasttrain.checkpoint.newest_remote_checkpoint"))
     folder = local_path(folder)
+    if folder.suffix == ".ckpt":
+        why = "it is the name of one checkpoint, and this looks into a folder of them"
+        raise ValueError(explain(f"{folder}", why, f"Pass the folder, {str(folder.parent)!r}"))
     sweep(folder)
     candidates = _candidates(folder)
     for path in _newest_first(candidates):

@@ -309,7 +309,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"{name} was removed. {REMOVED_COMMANDS[name]}")
     options = parser.parse_args(given)
     try:
-        with quiet_libraries():
+        with quiet_libraries("transformers"):
             return options.run(options) or 0
     except CommandError as error:
         # Errors of torch have many lines, and a refusal is one.

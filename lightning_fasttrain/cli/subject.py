@@ -3,6 +3,7 @@
 import ast
 import functools
 import importlib
+import logging
 import os
 import re
 import sys
@@ -168,6 +169,7 @@ def load_hugging_face(
         ValueError: --hf no/such/folder: it has no config.json. Name a folder that save_pretrained wrote, or ...
     """
     transformers = require("transformers", extra="finetune")
+    logging.getLogger("transformers").setLevel(logging.ERROR)  # which its import has reset; the command restores it
     if not Path(folder, "config.json").is_file():
         way_out = "Name a folder that save_pretrained wrote, or download one: hf download NAME config.json"
         raise ValueError(explain(f"--hf {folder}", "it has no config.json", way_out))

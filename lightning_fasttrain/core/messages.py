@@ -107,9 +107,13 @@ _THEIR_OWN = ("torchao", "bitsandbytes", "torch.utils._pytree", "torch._subclass
 
 
 @contextmanager
-def quiet_libraries() -> Iterator[None]:
-    """Keep lines of other libraries about themselves from the terminal: missing extensions, deprecations, traces."""
-    loggers = [logging.getLogger(name) for name in _THEIR_OWN]
+def quiet_libraries(*more: str) -> Iterator[None]:
+    """Keep lines of other libraries about themselves from the terminal: missing extensions, deprecations, traces.
+
+    Args:
+        more: names of further loggers.
+    """
+    loggers = [logging.getLogger(name) for name in (*_THEIR_OWN, *more)]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)

@@ -15,6 +15,7 @@ from lightning_fasttrain.doctor.observation.watch import MANY_STEPS, StepCount, 
 from lightning_fasttrain.doctor.observation.watched_calls import TrainerPatches
 from lightning_fasttrain.doctor.page import save_diagnosis
 from lightning_fasttrain.proof.rehearsal.rehearsal import is_rehearsing
+from lightning_fasttrain.technique.technique import needs_an_object
 
 
 @check_arguments(steps=MANY_STEPS)
@@ -107,6 +108,7 @@ class Doctor(L.Callback):
         if self._watch is not None:
             self._finish()
 
+    @needs_an_object
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Hook: restore everything, and report nothing about a run that failed."""
         if self._watch is not None:

@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -247,6 +247,9 @@ class Preemption(Technique):
     bitwise: ClassVar[bool] = True
     effect: ClassVar[str] = "after SIGTERM on any rank, all save one checkpoint at the same step and exit with 143"
     when: ClassVar[str] = "a cluster sends a signal before it ends a run; not where SLURM requeues by the same signal"
+    ways_out: ClassVar[Mapping[str, str]] = {
+        "signals": "Use numbers, as signals=[signal.SIGUSR1]; the default is signals=(15,), SIGTERM"
+    }
     in_a_loop: ClassVar[str] = "guards.PreemptionFlag().should_stop() at each step boundary"
     predicted: ClassVar[bool] = True
 

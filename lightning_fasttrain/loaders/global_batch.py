@@ -347,6 +347,7 @@ class GlobalBatch(TokenWeightedAccumulation):
         "accumulate_window(step, window) for window in loaders.global_batches(loader, n).windows()"
     )
     ways_out: ClassVar[Mapping[str, str]] = {}
+    names_elsewhere: ClassVar[Mapping[str, str]] = {"batch_size": "samples=", "global_batch_size": "samples="}
 
     def __init__(
         self,

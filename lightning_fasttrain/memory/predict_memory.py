@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_fasttrain.core.batch import batch_of
-from lightning_fasttrain.core.checks import NonNegativeInt, PositiveInt, check_arguments, one_of
+from lightning_fasttrain.core.checks import Batch, NonNegativeInt, PositiveInt, check_arguments, one_of
 from lightning_fasttrain.core.device import traced_as
 from lightning_fasttrain.core.host.lightning import attached_trainer, configured_optimizers, give_optimizers
 from lightning_fasttrain.core.messages import explain
@@ -69,7 +69,7 @@ Loss = Callable[[Any, Any], Any]
 @check_arguments
 def predict_memory(
     module: nn.Module | Factory,
-    batch: object,
+    batch: Batch,
     *,
     loss: Loss | None = None,
     optimizer: Optimizer | Callable[[Any], Optimizer] | None = None,
@@ -437,7 +437,7 @@ def explaining_errors() -> Iterator[None]:
 
 
 @check_arguments
-def count_flops(module: nn.Module | Factory, batch: object, *, loss: Loss | None = None) -> int:
+def count_flops(module: nn.Module | Factory, batch: Batch, *, loss: Loss | None = None) -> int:
     """Count the floating-point operations of a plain forward and backward, without computing anything.
 
     Matrix products, convolutions and attention (causal attention counts as full) are counted, with two FLOPs per

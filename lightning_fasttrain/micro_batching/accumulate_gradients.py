@@ -1,19 +1,21 @@
 """Exact gradients of a whole batch, or of several batches, computed one micro-batch at a time."""
 
 import functools
+import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_fasttrain.core.batch.leaves import batch_size, list_tensors
-from lightning_fasttrain.core.checks import PositiveInt, check_arguments
+from lightning_fasttrain.core.checks import Batch, PositiveInt, check_arguments
 from lightning_fasttrain.core.distributed import from_all_ranks, rank_count
+from lightning_fasttrain.core.host.lightning import FabricModule
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.micro_batching.find_backbone import (
     OUT_OF_TRIES,
@@ -42,7 +44,7 @@ NoSync = Callable[[], AbstractContextManager[Any]]
 @check_arguments
 def accumulate_gradients(
     step: Step,
-    batch: object,
+    batch: Batch,
     n: PositiveInt | None = None,
     *,
     count: Count = "auto",
@@ -83,6 +85,7 @@ def accumulate_gradients(
         The mean loss of the whole batch: a detached 0-dimensional tensor, returned without waiting for the device.
 
     Raises:
+        TypeError: ``step`` is a model that takes the entries of the batch by name, or not a function of a batch.
         ValueError: the batch cannot be split, the loss is not a scalar, or neither the loss nor a backbone can be split
             exactly, for instance with BatchNorm in training mode.
 
@@ -98,6 +101,7 @@ def accumulate_gradients(
         The weighting is that of Hugging Face transformers (pull request 34191) and torchtitan's
         ``global_valid_tokens``, here per micro-batch of one batch.
     """
+    _refuse_model_as_step(step, batch)
     trimming = TrimSearch(trim_padding, check_budget(max_tokens, n))
     n = trimming.count_parts(batch, n or 1)
     # A rank with a single sample takes part, too.
@@ -120,6 +124,18 @@ def accumulate_gradients(
             search = replace(call, count="auto", check=True).search(batch)
             found.split = search.find_another(found.split, error, attempt)
     raise CannotSplitError(OUT_OF_TRIES)
+
+
+def _refuse_model_as_step(step: Step, batch: object) -> None:
+    """Refuse a model whose forward takes the entries of the batch by name, where a function of the batch is needed."""
+    if not isinstance(step, nn.Module) or not isinstance(batch, Mapping):
+        return
+    model = step.module if isinstance(step, FabricModule) else step
+    entries = [name for name in inspect.signature(model.forward).parameters if name in batch]
+    if entries:
+        why = f"a step is called with the batch, and this forward takes {', '.join(entries)} by name"
+        way_out = "Pass a function that returns the loss, such as lambda batch: model(**batch).loss"
+        raise TypeError(explain(f"step={type(model).__name__}", why, way_out))
 
 
 def _run_through(backbone: Backbone, step: Step, batch: object, n: int, backward: Backward) -> Tensor:
@@ -302,6 +318,11 @@ class _Call:
         weights = StepWeights(split, parts, over_ranks=over_ranks)
 
         def add_share(loss: Tensor) -> None:
+            if not loss.requires_grad:
+                why = "the step has detached it, or runs under torch.no_grad()"
+                raise ValueError(
+                    explain("a loss without a gradient", why, "Return the loss itself, and enable gradients")
+                )
             if ranks > 1:
                 loss = loss * ranks  # DDP averages over ranks; make it the sum
             self.backward(loss)

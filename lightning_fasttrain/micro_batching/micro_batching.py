@@ -1,6 +1,6 @@
 """Train one batch from the loader in micro-batches: the same step in a fraction of the activation memory."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import lightning as L
@@ -110,6 +110,11 @@ class MicroBatching(Technique):
     )
     in_a_loop: ClassVar[str] = "accumulate_gradients(step, batch, n)"
     predicted: ClassVar[bool] = True
+    names_elsewhere: ClassVar[Mapping[str, str]] = {
+        "accumulate_grad_batches": "n=, which splits each batch; TokenWeightedAccumulation sums several batches",
+        "gradient_accumulation_steps": "n=, which splits each batch; TokenWeightedAccumulation sums several batches",
+        **{"micro_batch_size": "n=, the number of micro-batches", "batch_size": "n=, the number of micro-batches"},
+    }
 
     def __init__(
         self,

@@ -78,6 +78,9 @@ class TokenWeightedAccumulation(Technique):
     when: ClassVar[str] = "accumulated batches hold different numbers of targets; not for a batch that fits"
     in_a_loop: ClassVar[str] = "accumulate_window(step, batches)"
     predicted: ClassVar[bool] = True
+    names_elsewhere: ClassVar[Mapping[str, str]] = {
+        **{"accumulate_grad_batches": "factor=", "gradient_accumulation_steps": "factor="}
+    }
 
     def __init__(
         self,
@@ -166,7 +169,7 @@ class TokenWeightedAccumulation(Technique):
         if trainer.accumulate_grad_batches != 1:
             others.append(f"accumulate_grad_batches={trainer.accumulate_grad_batches}")
         if others:
-            what = f"TokenWeightedAccumulation with {others[0]}"
+            what = f"{type(self).__name__} with {others[0]}"
             raise ValueError(explain(what, "both would decide when to step", "Remove the other one"))
         self._trainer = trainer
         self._world_size = trainer.world_size

@@ -46,7 +46,7 @@ class CheckpointPolicy(NotACallback, ABC):
     """
 
     measures: ClassVar[bool] = False
-    way_out: ClassVar[str] = "It is a policy of a callback: use ActivationCheckpointing(policy)"
+    where_to_use: ClassVar[str] = "It is a policy of a callback: use ActivationCheckpointing(policy)"
 
     @abstractmethod
     def wrap(self, model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, Undo]:
@@ -255,6 +255,10 @@ class ActivationCheckpointing(Technique):
         Setting("recompute", "all", cost=1.32),
     )
     predicted: ClassVar[bool] = True
+    names_elsewhere: ClassVar[Mapping[str, str]] = {
+        "use_reentrant": "no use_reentrant=: recomputation is never reentrant",
+        "preserve_rng_state": "no preserve_rng_state=: random states are always preserved",
+    }
 
     def __init__(self, policy: CheckpointPolicy | None = None, blocks: Blocks | None = None) -> None:
         self.policy = policy or EveryBlock()

@@ -28,7 +28,15 @@ from lightning_fasttrain.technique.duration import LENGTHS, Length
 from lightning_fasttrain.technique.run_length import is_length_known, steps_of_epochs, total_steps
 
 
-@check_arguments(warmup=LENGTHS, total=LENGTHS, at=LENGTHS, decay=LENGTHS)
+@check_arguments(
+    **{"warmup": LENGTHS, "total": LENGTHS, "at": LENGTHS, "decay": LENGTHS},
+    **{"num_warmup_steps": "Use warmup=", "warmup_steps": "Use warmup=", "warmup_ratio": "Use warmup='5%'"},
+    **{
+        "num_training_steps": "Use total=",
+        "T_max": "Use total=",
+        "eta_min": "Use final=, a share of the learning rate",
+    },
+)
 def build_schedule(
     optimizer: Optimizer,
     shape: str = "cosine",

@@ -181,14 +181,26 @@ class RateRequest:
 
         end = total if self.total is None else number(self.total, total)
         warmup = number(self.warmup, end) if self.warmup.amount else 0.0
-        if warmup > end:
-            warn(f"the warmup ({warmup:,.0f} {self.clock}) is longer than the run ({end:,.0f}): it will not end.")
+        self._refuse_long_warmup(warmup, end)
         if self.shape == "one-cycle":
             # Torch's ``pct_start``: a cycle must rise.
             warmup = warmup or number(Length(0.3, "share"), end)
         marks = tuple(number(mark, end) for mark in self.at)
         decay = number(self.decay, end) if self.shape == "wsd" else 0.0
+        for mark in marks:
+            if mark >= end:
+                what = f"at={mark:,.0f} in a run of {end:,.0f} {self.clock}"
+                warn(explain(what, "the learning rate does not fall there", "Use shares: at=['50%', '75%']"))
         return RatePlan(self.shape, self.clock, warmup, end, self.final, marks, self.by, decay)
+
+    def _refuse_long_warmup(self, warmup: float, end: float) -> None:
+        if warmup <= end:
+            return
+        what = f"a warmup of {warmup:,.0f} {self.clock} in a run of {end:,.0f}"
+        message = explain(what, "the learning rate never reaches its full value", "Use a share of it: warmup='5%'")
+        if self.total is not None:
+            raise ValueError(message)
+        warn(message)  # the Trainer's run may be shortened for a test
 
 
 def read_request(

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -79,11 +80,17 @@ class WeightEMA(Technique):
     when: ClassVar[str] = "the last steps are noisy; not for a few steps of fine-tuning"
     in_a_loop: ClassVar[str] = "ema.update(model) after each optimizer.step(), and `with ema.in_use(model):`"
     predicted: ClassVar[bool] = True
+    names_elsewhere: ClassVar[Mapping[str, str]] = {
+        **{"beta": "decay=", "update_every": "every_n_steps=", "update_every_n_steps": "every_n_steps="},
+        **{"update_after_step": "start_step=", "update_starting_at_step": "start_step="},
+    }
 
     @classmethod
     def conflicts(cls) -> tuple[Conflict, ...]:
         way_out = "Use FSDP2Strategy, or ZeRO with stage=2 or less"
+        twice = "both swap the weights for an average in each validation, and the second would evaluate neither"
         return (
+            Conflict(WeightAveraging, twice, "Remove one of them"),
             Conflict(DeepSpeedStrategy, _WHOLE, way_out, lambda _, zero: zero.zero_stage_3),
             Conflict(FSDPStrategy, _WHOLE, way_out),
             # This package's own strategies have that method.
@@ -102,6 +109,7 @@ class WeightEMA(Technique):
         self._taken: TakenSteps | None = None
         self._of: weakref.ref[nn.Module] | None = None
 
+    @check_arguments
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
         """Update the average after an optimizer step, which this counts.

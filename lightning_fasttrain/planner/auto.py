@@ -1,12 +1,13 @@
 """Plan at the start of a fit, and train with the planned techniques."""
 
 import hashlib
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import lightning as L
 from lightning.fabric.utilities.apply_func import apply_to_collection
@@ -15,7 +16,7 @@ from torch import Tensor
 from lightning_fasttrain.core.atomic_write import why_unwritable, write_atomic
 from lightning_fasttrain.core.checks import PositiveFloat, check_arguments, one_of
 from lightning_fasttrain.core.device import hardware, versions
-from lightning_fasttrain.core.host.lightning import training_loader
+from lightning_fasttrain.core.host.lightning import refuse_second_stateful, training_loader
 from lightning_fasttrain.core.messages import explain, say, warn
 from lightning_fasttrain.core.peak_memory import refuse_uncounted
 from lightning_fasttrain.core.safe_load import read_json
@@ -23,8 +24,8 @@ from lightning_fasttrain.planner.candidates import Choice
 from lightning_fasttrain.planner.make_plan import make_plan
 from lightning_fasttrain.planner.plan import Plan
 from lightning_fasttrain.proof.rehearsal.context import combine, reading_ahead
-from lightning_fasttrain.technique import Exactness, Technique
-from lightning_fasttrain.technique.technique import techniques_of
+from lightning_fasttrain.technique import Capability, Exactness, Technique
+from lightning_fasttrain.technique.technique import needs_an_object, techniques_of
 
 _FILE = "fasttrain_plan.json"
 _ENDLESS = 10**9
@@ -34,7 +35,16 @@ _FORMAT = 4  # of the choice in it: a plan in another one is made again
 class AddsTechniques(L.Callback):
     """Base class of callbacks that add techniques to the Trainer in ``setup``, for the length of a fit."""
 
+    where_to_use: ClassVar[str] = (
+        "It adds techniques to a Trainer: use Trainer(callbacks=[Auto()]); elsewhere, those of make_plan(model, batch)"
+    )
     _added: Sequence[Technique] = ()
+
+    @property
+    def state_key(self) -> str:
+        """Its name among the states in a checkpoint, which is that of its class."""
+        refuse_second_stateful(self)
+        return super().state_key
 
     def _refuse_earlier(self, trainer: L.Trainer, what_comes: str) -> None:
         place = trainer.callbacks.index(self)
@@ -52,6 +62,7 @@ class AddsTechniques(L.Callback):
         """Hook: the last of a run that ended well. A later fit adds fresh techniques."""
         self._remove_added(trainer)
 
+    @needs_an_object
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Hook: the only one that is called when a run fails."""
         self._remove_added(trainer)
@@ -83,7 +94,8 @@ class Auto(AddsTechniques):
         choice: the techniques in use.
 
     Raises:
-        ValueError: an unknown ``keep``; in ``fit``: another technique is listed before it, or there is no batch.
+        ValueError: an unknown ``keep``; in ``fit``: another technique is listed before it, splits batches or is in the
+            plan too, or there is no batch.
 
     Example:
         >>> import lightning_fasttrain as ft
@@ -107,6 +119,7 @@ class Auto(AddsTechniques):
         self.plan: Plan | None = None
         self.choice: Choice | None = None
 
+    @needs_an_object
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Hook: Lightning's earliest; callbacks that are added here are called right after this one."""
         if stage != "fit":
@@ -114,8 +127,21 @@ class Auto(AddsTechniques):
         if self.choice is None:
             refuse_uncounted("Auto", trainer.strategy.root_device)
             self._refuse_earlier(trainer, "plan comes")
+            self._refuse_other_splits(trainer)
             self.choice = self._choose_on_rank_zero(trainer, pl_module)
-        self._add(trainer, self.choice.techniques())
+        chosen = self.choice.techniques()
+        for first, second in itertools.product(chosen, techniques_of(trainer)):
+            if type(first) is type(second):
+                why, way_out = f"the plan has chosen {first}", f"Remove {second}, which the plan does without"
+                raise ValueError(explain(f"Auto + {second}", why, way_out))
+        self._add(trainer, chosen)
+
+    def _refuse_other_splits(self, trainer: L.Trainer) -> None:
+        for technique in techniques_of(trainer):
+            if technique.does(Capability.SPLITS_BATCHES):
+                why = "Auto chooses the number of micro-batches, and measures steps without this one"
+                way_out = f"Remove {type(technique).__name__}, or replace Auto by the callbacks of make_plan"
+                raise ValueError(explain(f"Auto + {technique}", why, way_out))
 
     def state_dict(self) -> dict[str, Any]:
         """Save the choice in the checkpoint."""

@@ -31,6 +31,7 @@ from lightning_fasttrain.proof.rehearsal.run_copy import (
     leaving_no_trace,
 )
 from lightning_fasttrain.proof.verification.short_run import EnoughError, PeakObserver
+from lightning_fasttrain.technique.technique import needs_an_object
 
 _ROOM = 0.95  # of the memory of a GPU: fragmentation and libraries are not predicted
 
@@ -258,6 +259,7 @@ class AutoBatchSize(AddsTechniques):
     def measured_bytes(self) -> int:
         return self._found.measured_bytes
 
+    @needs_an_object
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Hook: Lightning's earliest. Callbacks that are added here are set up with the others."""
         if trainer.state.fn != TrainerFn.FITTING:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_fasttrain.core.batch import batch_of
 from lightning_fasttrain.core.batch.padding_share import BATCHES, measure_padding
-from lightning_fasttrain.core.checks import PositiveFloat, PositiveInt, check_arguments, one_of
+from lightning_fasttrain.core.checks import Batch, PositiveFloat, PositiveInt, check_arguments, one_of
 from lightning_fasttrain.core.device import GIB, fast_mixed_precision, free_bytes
 from lightning_fasttrain.core.host.lightning import configured_optimizers
 from lightning_fasttrain.core.messages import explain, format_bytes
@@ -54,7 +54,7 @@ def _ignore(what: str) -> None:
 @check_arguments
 def make_plan(
     module: nn.Module | Callable[[], nn.Module],
-    batch: Any,
+    batch: Batch,
     memory_gib: PositiveFloat | Literal["fit"] = "fit",
     devices: PositiveInt = 1,
     *,

@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, Strategy
 from torch import nn
 from torch.optim import Muon, Optimizer
 
-from lightning_fasttrain.core.checks import PositiveFloat, PositiveInt, check_arguments, one_of, require
+from lightning_fasttrain.core.checks import Batch, PositiveFloat, PositiveInt, check_arguments, one_of, require
 from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.messages import Report, ReportTable, explain
 from lightning_fasttrain.core.modules.parameters import quantized_tensors
@@ -181,7 +181,7 @@ def _refuse_other_devices(strategy: ParallelStrategy, name: str, devices: int) -
 @check_arguments
 def choose_strategy(
     module: nn.Module | Callable[[], nn.Module],
-    batch: object,
+    batch: Batch,
     devices: PositiveInt = 1,
     *,
     memory_gib: PositiveFloat | None = None,

@@ -15,6 +15,7 @@ from torch import nn
 from lightning_fasttrain.core.batch import count_batch
 from lightning_fasttrain.core.batch.padding_share import BATCHES, PaddingShare
 from lightning_fasttrain.core.device import free_bytes, peak_host_bytes, synchronize
+from lightning_fasttrain.core.host.late_parameters import refuse_late_optimizers
 from lightning_fasttrain.core.messages import align, explain, format_bytes, number_of, say, warn
 from lightning_fasttrain.core.modules.parameters import count_parameters
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
@@ -286,6 +287,7 @@ class RunSummary:
 
     def _report_start(self, trainer: L.Trainer, module: L.LightningModule, batch: object, batch_idx: int) -> None:
         self.holder.on_train_batch_start = self._own_start  # type: ignore[method-assign]  # None is never called
+        refuse_late_optimizers(module, trainer.optimizers)
         self._begun = _progress(trainer)
         if trainer.is_global_zero and trainer.enable_autolog_hparams:
             # After Lightning's call with the user's own, since TensorBoard shows only the first call.

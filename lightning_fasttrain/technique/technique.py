@@ -14,13 +14,24 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
-from lightning_fasttrain.core.checks import bind_arguments, check_arguments, list_untested, refuse_mixed_lightning
+from lightning_fasttrain.core.checks import (
+    bind_arguments,
+    check_arguments,
+    find_place,
+    list_untested,
+    refuse_mixed_lightning,
+    show,
+)
 from lightning_fasttrain.core.host.late_parameters import (
     refuse_all_frozen,
     refuse_earlier_shards,
     refuse_late_parameters,
 )
-from lightning_fasttrain.core.host.lightning import after_configure_model, refuse_float16_on_cpu
+from lightning_fasttrain.core.host.lightning import (
+    after_configure_model,
+    refuse_float16_on_cpu,
+    refuse_second_stateful,
+)
 from lightning_fasttrain.core.messages import explain, note_once, warn
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.technique.declarations import (
@@ -174,6 +185,12 @@ class Technique(L.Callback):
     def __repr__(self) -> str:
         return describe(self)
 
+    @property
+    def state_key(self) -> str:
+        """Its name among the states in a checkpoint, which is that of its class."""
+        refuse_second_stateful(self)
+        return super().state_key
+
     def does(self, capability: Capability) -> bool:
         """Whether it has this capability with its current settings."""
         return capability in self.capabilities
@@ -300,6 +317,7 @@ class EarlyObserver(L.Callback):
     def look(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Look at the run. Called by the first technique and by :meth:`setup`, so possibly twice."""
 
+    @needs_an_object
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Hook: Lightning's earliest, for runs without techniques."""
         self.look(trainer, pl_module)
@@ -344,7 +362,7 @@ def apply(model: nn.Module, techniques: Iterable[Technique]) -> ExitStack:
         ValueError: one technique twice, or two that do not go together.
         TypeError: a technique that acts in the training loop; the message names the function to call there.
         RuntimeError: new parameters train and Fabric has set the model up already. Where only the optimizer was made
-            before, its tenth step raises it.
+            before, its tenth step raises it; its second, if all its parameters are frozen by then.
 
     Example:
         >>> import lightning_fasttrain as ft
@@ -421,8 +439,12 @@ def list_techniques(techniques: object) -> list[Technique]:
     listed = list(techniques)
     for one in listed:
         if not isinstance(one, Technique):
-            way_out = f"Make one: {one.__name__}(...)" if isinstance(one, type) else "Give objects, as MicroBatching(4)"
-            raise TypeError(explain(f"{one!r} among techniques", "expected a Technique", way_out))
+            way_out = find_place(one) or "Give objects, as MicroBatching(4)"
+            if isinstance(one, type):
+                way_out = f"Make one: {one.__name__}(...)"
+            elif isinstance(one, L.Callback) and not find_place(one):
+                way_out = "List it in Trainer(callbacks=[...]), or return it from configure_callbacks"
+            raise TypeError(explain(f"{show(one)} among techniques", "expected a Technique", way_out))
     return listed
 
 

@@ -347,7 +347,7 @@ def _reach(thing: object, depth: int = 3) -> Iterator[object]:
         yield from _reach_each(thing.__func__, thing.__self__, depth=depth)
     else:
         yield thing
-    if isinstance(thing, types.FunctionType) and depth > 0 and not thing.__module__.startswith(_LIBRARIES):
+    if isinstance(thing, types.FunctionType) and depth > 0 and not (thing.__module__ or "").startswith(_LIBRARIES):
         closed_over = [cell.cell_contents for cell in thing.__closure__ or () if _is_filled(cell)]
         named = [thing.__globals__[name] for name in thing.__code__.co_names if name in thing.__globals__]
         yield from _reach_each(*closed_over, *named, *(thing.__defaults__ or ()), depth=depth)

@@ -1,4 +1,5 @@
 import json
+import logging
 import textwrap
 
 import pytest
@@ -188,6 +189,19 @@ def test_a_configuration_of_hugging_face_gives_a_model_and_a_batch(tmp_path, nam
     assert type(model.model) is kind
     model.training_step(batch, 0).backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_what_transformers_reports_about_a_configuration_is_not_printed(tmp_path, capfd):
+    transformers = pytest.importorskip("transformers")
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    # Its token ids and its loss are unusual, on which transformers comments.
+    transformers.GPT2Config(architectures=["GPT2LMHeadModel"], n_embd=32, n_layer=2, n_head=2).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 99}))
+    assert main(["memory", "--hf", str(tmp_path), "--length", "7", "--device", "cpu"]) == 0
+    assert "transformers" not in capfd.readouterr().err
+    assert logger.level == level
 
 
 def test_a_configuration_is_predicted_as_its_model_is(tmp_path, capsys):

@@ -796,8 +796,8 @@ def refusal(kind, *arguments, **settings):
 
 
 def test_an_unknown_precision_or_device_is_refused():
-    assert "precision='fp8'" in refusal(ValueError, TinyLM, None, precision="fp8")
-    assert "device='tpu'" in refusal(ValueError, TinyLM, None, device="tpu")
+    assert "precision='fp8'" in refusal(ValueError, TinyLM, {}, precision="fp8")
+    assert "device='tpu'" in refusal(ValueError, TinyLM, {}, device="tpu")
 
 
 def test_a_module_without_loss_or_optimizer_is_refused():

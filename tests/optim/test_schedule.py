@@ -144,9 +144,14 @@ def test_invalid_requests_are_refused(settings, says):
         build_schedule(sgd(), **settings)
 
 
-def test_a_warmup_longer_than_the_run_warns():
-    with pytest.warns(ft.FastTrainWarning, match=r"100 steps\) is longer than the run \(10\)"):
+def test_what_lies_beyond_the_end_of_the_run_is_reported():
+    with pytest.raises(ValueError, match="a warmup of 100 steps in a run of 10: the learning rate never reaches"):
         build_schedule(sgd(), warmup=100, total=10)
+    with pytest.warns(ft.FastTrainWarning, match="at=50 in a run of 10 steps: the learning rate does not fall there"):
+        build_schedule(sgd(), "step", at=[5, 50], total=10)
+    # A run may be shortened for a test, and trains as the first steps of the long one.
+    with pytest.warns(ft.FastTrainWarning, match="a warmup of 100 steps in a run of 1"):
+        fit(Scheduled("cosine", warmup=100), lm_batches(1))
 
 
 class Scheduled(TinyLM):

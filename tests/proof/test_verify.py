@@ -382,6 +382,15 @@ def test_an_additional_optimizer_step_is_found():
 
 
 def test_parameters_without_an_optimizer_are_found():
+    class Replaces(ft.Technique):
+        def on_fit_start(self, trainer, pl_module):
+            layer = pl_module.blocks[0].up
+            layer.weight = torch.nn.Parameter(layer.weight.detach().clone())
+
+    assert "no optimizer holds them" in tail(verify([Replaces()], ShallowLM()))
+
+
+def test_an_adapter_that_comes_after_the_optimizer_is_refused():
     class Early(ShallowLM):
         def __init__(self):
             super().__init__()
@@ -390,7 +399,8 @@ def test_parameters_without_an_optimizer_are_found():
         def configure_optimizers(self):
             return torch.optim.AdamW(self.held, lr=0.01)
 
-    assert "no optimizer holds them" in tail(verify([ft.LoRA(rank=2)], Early()))
+    with pytest.raises(RuntimeError, match=r"an optimizer was made before apply\(model, \[LoRA\]\)"):
+        verify([ft.LoRA(rank=2)], Early())
 
 
 def hollow(kind):

@@ -343,7 +343,7 @@ def lora_loop(optimizer_first, *, fabric=None, other=False):
         return [p for name, p in model.named_parameters() if "lora_B" in name]
 
 
-def test_adapters_that_come_after_the_optimizer_are_refused_at_its_tenth_step():
+def test_adapters_that_come_after_the_optimizer_are_refused():
     with pytest.raises(RuntimeError, match=r"SGD was made before apply\(model, \[LoRA\]\).*are not in it.*then make"):
         lora_loop(optimizer_first=True)
     assert all(p.abs().sum() > 0 for p in lora_loop(optimizer_first=False))
@@ -351,19 +351,20 @@ def test_adapters_that_come_after_the_optimizer_are_refused_at_its_tenth_step():
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "allowed"),
     [
-        lambda model: ft.finetune.add_adapter_(model, peft.LoraConfig(r=2), ["up"]),
-        lambda model: ft.finetune.swap_head_(model, VOCAB, "head"),
+        # All parameters of the optimizer are frozen then, so one step may be that of an old one beside a new one.
+        (lambda model: ft.finetune.add_adapter_(model, peft.LoraConfig(r=2), ["up"]), 1),
+        (lambda model: ft.finetune.swap_head_(model, VOCAB, "head"), 9),  # so many may belong to the critic of a GAN
     ],
     ids=["add_adapter_", "swap_head_"],
 )
-def test_functions_that_bring_parameters_notice_the_optimizer_too(change, request):
+def test_functions_that_bring_parameters_notice_the_optimizer_too(change, allowed, request):
     model = TinyLM()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     change(model)
     model.loss(lm_batches(1)[0]).backward()
-    for _ in range(9):  # so many may belong to the critic of a GAN
+    for _ in range(allowed):
         optimizer.step()
     with pytest.raises(RuntimeError, match=rf"SGD was made before {request.node.callspec.id}: .*are not in it"):
         optimizer.step()

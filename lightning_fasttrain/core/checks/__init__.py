@@ -4,12 +4,14 @@ From the bottom up: ``annotations``, ``arguments``.
 """
 
 from lightning_fasttrain.core.checks.annotations import (
+    Batch,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     PositiveShare,
     Share,
+    find_place,
 )
 from lightning_fasttrain.core.checks.arguments import (
     NotACallback,
@@ -23,4 +25,5 @@ from lightning_fasttrain.core.checks.arguments import (
     refuse_compromised_hosts,
     refuse_mixed_lightning,
     require,
+    show,
 )

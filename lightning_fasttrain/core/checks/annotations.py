@@ -1,17 +1,21 @@
 """Compare a value with the annotation of an argument, convert it to plain Python, and describe what was expected."""
 
 import functools
+import inspect
 import itertools
 import math
 import operator
 import os
 import re
+import string
 import sys
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+from lightning_fasttrain.core.messages import number_of
 
 
 @dataclass(frozen=True, repr=False)
@@ -47,6 +51,50 @@ PositiveFloat = Annotated[float, Bounds(0, excluded=True)]
 NonNegativeFloat = Annotated[float, Bounds(0)]
 Share = Annotated[float, Bounds(0, 1)]
 PositiveShare = Annotated[float, Bounds(0, 1, excluded=True)]
+
+# Arguments of other places that users pass as a batch, by the module and the name of a base class, since the check must
+# not import what it knows of; and what to pass instead.
+_PASS_BATCH = "Pass a batch of your DataLoader, or the DataLoader itself"
+_NO_BATCHES = {
+    ("torch.nn.modules.module", "Module"): _PASS_BATCH,
+    ("torch.optim.optimizer", "Optimizer"): _PASS_BATCH,
+    ("torch.utils.data.dataset", "Dataset"): "Pass DataLoader(dataset, batch_size=...)",
+    ("datasets.arrow_dataset", "Dataset"): "Pass DataLoader(dataset, batch_size=...)",
+    ("lightning.pytorch.core.datamodule", "LightningDataModule"): "Pass its train_dataloader()",
+    ("lightning.pytorch.callbacks.callback", "Callback"): f"{_PASS_BATCH}, and techniques=[...] besides",
+}
+
+
+class AnyBatch:
+    """Annotation of a batch: anything that a loader may yield, but nothing that belongs to another argument.
+
+    Example:
+        >>> find_problem(Batch, 8).why
+        'expected a batch or a DataLoader, got a whole number'
+    """
+
+    def find_problem(self, value: object) -> "Problem | None":
+        """Return why a value cannot be a batch; None if it may be one."""
+        if value is None or isinstance(value, int):
+            return self._refuse(value, _PASS_BATCH)
+        first = value[0] if isinstance(value, list | tuple) and value else value
+        for base in type(first).__mro__:
+            way_out = _NO_BATCHES.get((base.__module__, base.__name__))
+            if way_out is not None:
+                return self._refuse(value, way_out)
+        return None
+
+    def _refuse(self, value: Any, way_out: str) -> "Problem":
+        got = describe_kind(value)
+        if isinstance(value, list | tuple):
+            got = f"a list of {type(value[0]).__name__} objects"
+        return Problem(f"expected a batch or a DataLoader, got {got}", way_out)
+
+    def __repr__(self) -> str:  # in words, as help() shows it beside the argument
+        return "a batch"
+
+
+Batch = Annotated[object, AnyBatch()]
 
 
 @dataclass(frozen=True)
@@ -103,6 +151,8 @@ def _expected(annotation: object, value: object, way_out: str = "") -> Problem:
 
 def _find_in_union(annotation: object, value: object) -> Problem | None:
     members = list_members(annotation)
+    if isinstance(value, str) and any(_name(member) == "device" for member in members):
+        return _find_in_device(value)
     problems = []
     for member in members:
         problem = find_problem(member, value)
@@ -116,14 +166,25 @@ def _find_in_union(annotation: object, value: object) -> Problem | None:
     for problem in problems:
         if problem.why == _UNKNOWN:
             return Problem(f"expected {describe_annotation(annotation)}", "", ValueError)
-        if problem.kind is ValueError or problem.why.startswith(_ENTRY):
+        if problem.kind is ValueError or problem.why.startswith((_ENTRY, _CALLED)):
             return problem
     hint = next((problem.way_out for problem in problems if problem.way_out), "")
     return _expected(annotation, value, hint)
 
 
-_UNKNOWN, _ENTRY = "not a known choice", "entry"
+_UNKNOWN, _ENTRY, _CALLED = "not a known choice", "entry", "it is called with"
 _NUMBER = re.compile(r"[-+]?\d+(\.\d*)?([eE][-+]?\d+)?")
+_WITH_UNIT = re.compile(r"\d+(\.\d*)? ?[a-zA-Z]{1,5}")
+
+
+def _find_in_device(name: str) -> Problem | None:
+    if name == "gpu":  # Lightning's word for it
+        return Problem("torch has no device of this name", "Use 'cuda'", ValueError)
+    try:
+        sys.modules["torch"].device(name)  # the annotation has imported it
+    except RuntimeError:
+        return Problem("torch has no device of this name", "Use 'cuda', 'cuda:1', 'cpu' or 'mps'", ValueError)
+    return None
 
 
 def _find_in_annotated(annotation: object, value: object) -> Problem | None:
@@ -132,6 +193,8 @@ def _find_in_annotated(annotation: object, value: object) -> Problem | None:
     for limit in limits:
         if problem is None and isinstance(limit, Bounds) and not limit.allow(value):
             problem = Problem(f"it must be {limit}", "", ValueError)
+        if problem is None and isinstance(limit, AnyBatch):
+            problem = limit.find_problem(value)
     return problem
 
 
@@ -152,6 +215,8 @@ def _find_in_float(annotation: object, value: object) -> Problem | None:
 def _convert(value: object) -> str:
     if isinstance(value, str) and _NUMBER.fullmatch(value):
         return _as_number(value)
+    if isinstance(value, str) and _WITH_UNIT.fullmatch(value):
+        return "Write the number alone, in the unit that the argument has"
     if not isinstance(value, Real) or isinstance(value, int | float):
         return ""
     if isinstance(value, Integral):
@@ -202,9 +267,33 @@ def _find_in_class(annotation: object, value: object) -> Problem | None:
 
 
 def _find_in_function(annotation: object, value: object) -> Problem | None:
-    if callable(value):
+    if not callable(value):
+        return _expected(annotation, value)
+    wanted, *_ = get_args(annotation) or (...,)
+    if not isinstance(wanted, list):  # any arguments
         return None
-    return _expected(annotation, value)
+    try:
+        signature = inspect.signature(value)
+    except (TypeError, ValueError):  # of a function in C, say
+        return None
+    try:
+        signature.bind(*wanted)
+    except TypeError:
+        return _explain_call(value, signature, len(wanted))
+    return None
+
+
+def _explain_call(function: Any, signature: inspect.Signature, number: int) -> Problem:
+    arguments = number_of(number, "argument")
+    name = getattr(function, "__name__", type(function).__name__)
+    way_out = f"Wrap it: lambda: {name}(...)"
+    if name == "<lambda>":
+        way_out = f"Write it for {arguments}"
+    elif number:
+        passed = ", ".join(string.ascii_lowercase[:number])
+        way_out = f"Wrap it: lambda {passed}: {name}({passed}, ...)"
+    takes = ", ".join(signature.parameters) or "none"
+    return Problem(f"{_CALLED} {arguments}, and takes {takes}", way_out)
 
 
 def _find_in_container(annotation: Any, value: object) -> Problem | None:
@@ -273,7 +362,12 @@ def _find_in_object(annotation: object, value: object) -> Problem | None:
         return _expected(annotation, value, "Pass the model, not the Trainer")
     if (kind.__name__, type(value).__name__) == ("Module", "generator"):
         return _expected(annotation, value, "Pass the model itself, not its parameters()")
-    return _expected(annotation, value)
+    return _expected(annotation, value, find_place(value))
+
+
+def find_place(value: object) -> str:
+    """Return where a user's object belongs, in one sentence without a full stop, as its class says; else ""."""
+    return getattr(type(value), "where_to_use", "")
 
 
 _CHECKS: dict[Any, Callable[[Any, object], Problem | None]] = {

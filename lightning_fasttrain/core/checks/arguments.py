@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_type_hints, overload
 
 from lightning_fasttrain.core.checks.annotations import Problem, find_problem, to_plain
+from lightning_fasttrain.core.messages import quiet_libraries
 
 if TYPE_CHECKING:
     from packaging.specifiers import SpecifierSet
@@ -36,7 +37,8 @@ def check_arguments(function: Callable[..., object] | None = None, /, **ways_out
 
     Args:
         function: the function or class.
-        ways_out: by argument, what to do instead, where the message should say more than what was expected.
+        ways_out: by argument, what to do instead, where the message should say more than what was expected; also by
+            another library's name of an argument, which the function does not have.
 
     Raises:
         TypeError: by the function: an argument is of another type, missing, or unknown.
@@ -138,6 +140,8 @@ def bind_arguments(
     for word in kwargs.keys() & elsewhere.keys():
         raise TypeError(f"{name}({word}=...): that is another library's name for it. Use {elsewhere[word]}.")
     parameters = _read(function)
+    for word in kwargs.keys() & (ways_out.keys() - parameters.signature.parameters.keys()):
+        raise TypeError(f"{name}({word}=...): that is another library's name for it. {ways_out[word]}.")
     try:
         bound = parameters.signature.bind(*args, **kwargs)
     except TypeError as error:
@@ -330,17 +334,17 @@ class NotACallback:
     """Base class of objects that users list among a Trainer's callbacks; the first hook says where they belong.
 
     Attributes:
-        way_out: where it belongs, in one sentence without a full stop.
+        where_to_use: where it belongs, in one sentence without a full stop.
     """
 
-    way_out: ClassVar[str]
+    where_to_use: ClassVar[str]
 
     if not TYPE_CHECKING:  # to a type checker, it would mean that there is every attribute
 
         def __getattr__(self, name: str) -> Any:
             if name not in ("setup", "on_exception", "state_key"):  # what a Trainer asks first, and after that error
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            raise TypeError(f"callbacks=[{type(self).__name__}(...)]: it is not a callback. {self.way_out}.")
+            raise TypeError(f"callbacks=[{type(self).__name__}(...)]: it is not a callback. {self.where_to_use}.")
 
 
 def require(module: str, extra: str) -> ModuleType:
@@ -354,7 +358,7 @@ def require(module: str, extra: str) -> ModuleType:
 
     try:
         # Some packages make tables when they are imported, which must hold real values in a prediction too.
-        with unset_fake_temporarily():
+        with unset_fake_temporarily(), quiet_libraries():
             return importlib.import_module(module)
     except ModuleNotFoundError as error:
         what = f"{module.partition('.')[0]} is not installed: it comes with the extra '{extra}'"

@@ -22,6 +22,7 @@ from lightning_fasttrain.core.modules.parameters import trained_parameters
 _WAY_OUT = "Call it first, then make the optimizer, and then call fabric.setup"
 # The critic of a GAN commonly takes five steps for one of the generator, which may have the new parameters.
 _STEPS = 10
+_STEPS_IN_VAIN = 2  # of an optimizer all of whose parameters are frozen; a new one may step after it
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -51,8 +52,8 @@ def refuse_late_parameters(model: nn.Module, what: str) -> Iterator[Callable[[],
     """Refuse an optimizer that lacks the parameters which begin to train inside of this ``with`` block.
 
     An optimizer that exists is not an error yet: it may belong to an earlier training, or step beside another one. It
-    is one when it steps for the tenth time while new parameters have gradients and no optimizer has stepped any of
-    them.
+    is one when it steps while new parameters have gradients and no optimizer has stepped any of them: for the
+    second time if it cannot train anything any more, since its parameters were frozen or replaced; else for the tenth.
 
     Args:
         model: before it is changed.
@@ -63,7 +64,7 @@ def refuse_late_parameters(model: nn.Module, what: str) -> Iterator[Callable[[],
 
     Raises:
         RuntimeError: Fabric has set the model up, and it has new parameters that train. Later, in the tenth step of
-            an optimizer: it lacks them.
+            an optimizer, or in the second of one that trains nothing: it lacks them.
     """
     before = list(map(weakref.ref, model.parameters()))
     trained_before = list(map(weakref.ref, trained_parameters(model)))
@@ -85,6 +86,28 @@ def refuse_late_parameters(model: nn.Module, what: str) -> Iterator[Callable[[],
         raise RuntimeError(explain(f"{what} after fabric.setup", why, _WAY_OUT))
     _pending.add(late)
     _listen()
+
+
+def refuse_late_optimizers(model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+    """Refuse optimizers of a run that were all made before parameters which train, without waiting for their steps.
+
+    Args:
+        model: that the run trains.
+        optimizers: all of the run.
+
+    Raises:
+        RuntimeError: none of them holds a new parameter, and one holds earlier ones.
+    """
+    parameters = {id(p): p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    for late in list(_pending):
+        named = dict(model.named_parameters())
+        new = [named.pop(name) for name in late.new if name in named]
+        if late.model() is not model or not new or not parameters.keys().isdisjoint(map(id, new)):
+            continue
+        if not parameters.keys().isdisjoint(map(id, [*named.values(), *_find_alive(late.replaced)])):
+            why = f"{len(new)} tensors that train since then are not in it, and no optimizer would step them"
+            way_out = "Make the optimizer in configure_optimizers, which is called after it"
+            raise RuntimeError(explain(f"an optimizer was made before {late.what}", why, way_out))
 
 
 def notices_late_parameters(function: Callable[Concatenate[nn.Module, P], R]) -> Callable[Concatenate[nn.Module, P], R]:
@@ -110,7 +133,8 @@ def _refuse_without_late(optimizer: Optimizer, args: object, kwargs: object) -> 
     """Hook: an optimizer is about to step."""
     if not _pending:
         return
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    held = set(map(id, parameters))
     for late in list(_pending):
         model = late.model()
         named = {} if model is None else dict(model.named_parameters())
@@ -119,11 +143,14 @@ def _refuse_without_late(optimizer: Optimizer, args: object, kwargs: object) -> 
             _pending.discard(late)
             continue
         training = [parameter for parameter in new if parameter.grad is not None]
-        before = [*named.values(), *_find_alive(late.replaced)]
+        replaced = _find_alive(late.replaced)
+        before = [*named.values(), *replaced]
         if not training or held.isdisjoint(map(id, before)):
             continue
         steps = late.steps.get(optimizer, 0) + 1
-        if steps >= _STEPS:
+        gone = set(map(id, replaced))
+        trains_any = any(parameter.requires_grad and id(parameter) not in gone for parameter in parameters)
+        if steps >= (_STEPS if trains_any else _STEPS_IN_VAIN):
             why = f"{len(training)} tensors that train since then are not in it, and no optimizer steps them"
             raise RuntimeError(explain(f"{type(optimizer).__name__} was made before {late.what}", why, _WAY_OUT))
         late.steps[optimizer] = steps

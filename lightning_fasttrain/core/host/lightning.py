@@ -33,6 +33,7 @@ from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy, Strategy, XLAStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.connectors.callback_connector import _validate_callbacks_list
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.types import LRSchedulerConfig
@@ -108,6 +109,23 @@ def refuse_float16_on_cpu(trainer: L.Trainer) -> None:
     if str(trainer.precision) == "16-true" and trainer.strategy.root_device.type == "cpu":
         why = "gradients below 6e-8 become zero without a loss scale, and a CPU computes float16 slowly"
         raise ValueError(explain("precision='16-true' on a CPU", why, "Use precision='bf16-true'"))
+
+
+def refuse_second_stateful(callback: L.Callback) -> None:
+    """Refuse a second callback of a class when a Trainer asks both for their ``state_key``, before it calls any hook.
+
+    Lightning refuses two with a state, and does not say what to do.
+
+    Raises:
+        ValueError: another callback of the Trainer has the same class.
+    """
+    frame = sys._getframe(2)  # the function that asks for the key
+    if frame.f_code is not _validate_callbacks_list.__code__:
+        return
+    same = [other for other in frame.f_locals["callbacks"] if type(other) is type(callback)]
+    if len(same) > 1:
+        what = f"{type(callback).__name__} is listed twice"
+        raise ValueError(explain(what, "both would act on the same thing", "Remove one of them"))
 
 
 def asked_checkpoint(trainer: L.Trainer) -> Any:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_fasttrain.checkpoint.newest_checkpoint import guard_loading
 from lightning_fasttrain.core.checks import PositiveInt, one_of
+from lightning_fasttrain.core.host.late_parameters import refuse_late_optimizers
 from lightning_fasttrain.core.host.lightning import replicates
 from lightning_fasttrain.core.messages import explain, list_some, note_once, number_of, warn
 from lightning_fasttrain.core.modules.select import Blocks, as_list, find_tuners
@@ -140,6 +141,7 @@ class Adapter(Technique):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Remove frozen parameters from the optimizer, before its state is restored."""
+        refuse_late_optimizers(pl_module, trainer.optimizers)  # while the frozen ones show whose optimizer it is
         for optimizer in trainer.optimizers:
             for group in optimizer.param_groups:
                 trains = [parameter.requires_grad for parameter in group["params"]]
@@ -220,6 +222,8 @@ class LoRA(Adapter):
         **{"r": "rank=", "lora_alpha": "alpha=", "lora_dropout": "dropout=", "target_modules": "targets="},
         **{"modules_to_save": "train=", "use_rslora": "variant='rslora'", "use_dora": "variant='dora'"},
         "init_lora_weights": "variant=",
+        "task_type": "no task type: the model stays what it is, and is not wrapped",
+        "bias": "no bias=: the biases of the base stay frozen",
     }
 
     def __init__(
@@ -368,6 +372,11 @@ class QLoRA(LoRA):
     when: ClassVar[str] = "you fine-tune, and even the frozen weights do not fit in 16 bits; slower than LoRA"
     in_a_loop: ClassVar[str] = "apply(model, [QLoRA(...)])"
     worth_trying: ClassVar[tuple[Setting, ...]] = (Setting("adapter", "qlora", {"rank": 16}, cost=0.9),)
+    names_elsewhere: ClassVar[Mapping[str, str]] = {
+        **LoRA.names_elsewhere,
+        **{"bnb_4bit_quant_type": "kind=", "bnb_4bit_use_double_quant": "double_quant="},
+        **{"bnb_4bit_compute_dtype": "compute_dtype=", "quantization_config": "kind= and compute_dtype="},
+    }
 
     @classmethod
     def conflicts(cls) -> tuple[Conflict, ...]:

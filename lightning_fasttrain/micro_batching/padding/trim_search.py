@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from lightning_fasttrain.core.batch.leaves import (
 )
 from lightning_fasttrain.core.batch.padded_axes import Extents, Lengths, Padding, propose_padding
 from lightning_fasttrain.core.batch.padding_share import group_rows, group_rows_evenly, split_groups
-from lightning_fasttrain.core.checks import PositiveInt, check_arguments
+from lightning_fasttrain.core.checks import NotACallback, PositiveInt, check_arguments
 from lightning_fasttrain.core.distributed import from_all_ranks
 from lightning_fasttrain.core.messages import explain, say, warn
 from lightning_fasttrain.core.modules.blocks import length_divisor
@@ -44,7 +44,7 @@ LOOKED_FOR = (
 
 @check_arguments
 @dataclass(frozen=True)
-class TrimPadding:
+class TrimPadding(NotACallback):
     """Settings for finding padding and cutting it off.
 
     Attributes:
@@ -60,6 +60,8 @@ class TrimPadding:
         >>> TrimPadding(lengths="attention_mask")
         TrimPadding(lengths='attention_mask', multiple_of=8)
     """
+
+    where_to_use: ClassVar[str] = "It is a setting: use MicroBatching(n, trim_padding=TrimPadding())"
 
     lengths: str | Lengths | None = None
     multiple_of: PositiveInt = 8

@@ -156,7 +156,10 @@ def _annotation_of(default: object) -> Any:
 _OF_GALORE = ("rank", "update_every", "scale", "subspace", "blocks")
 
 
-@check_arguments(model="Pass the model itself: names of parameters decide on their weight decay; or use groups=")
+@check_arguments(
+    model="Pass the model itself: names of parameters decide on their weight decay; or use groups=",
+    learning_rate="Use lr=",
+)
 def build_optimizer(
     model: nn.Module,
     name: str = "adamw",
@@ -288,7 +291,7 @@ class NamedOptimizer(NotACallback):
         0.9
     """
 
-    way_out: ClassVar[str] = (
+    where_to_use: ClassVar[str] = (
         "Return it, called with self, from configure_optimizers; or set optimizer= in a module with the mixin"
     )
     name: str = "adamw"

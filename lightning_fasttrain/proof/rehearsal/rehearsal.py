@@ -29,7 +29,7 @@ from lightning_fasttrain.proof.rehearsal.stages import (
     verify_techniques,
     with_exact_resume,
 )
-from lightning_fasttrain.technique.technique import EarlyObserver
+from lightning_fasttrain.technique.technique import EarlyObserver, needs_an_object
 
 _SHARE = 0.25  # of the time, for batches that are read but not run
 
@@ -181,6 +181,7 @@ class Rehearsal(EarlyObserver):
         if run is not None:
             self.report = rehearse(trainer, run, self.seconds, self.kind_of_report)
 
+    @needs_an_object
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Hook: clean up after a failed run."""
         self._run = None

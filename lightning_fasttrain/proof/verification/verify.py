@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from lightning_fasttrain.core.batch import count_bytes
 from lightning_fasttrain.core.batch.leaves import batch_size, pick_rows, reverse_rows, split_batch
-from lightning_fasttrain.core.checks import PositiveInt, check_arguments
+from lightning_fasttrain.core.checks import Batch, PositiveInt, check_arguments
 from lightning_fasttrain.core.device import free_bytes, is_out_of_memory, return_unused_memory
 from lightning_fasttrain.core.host.lightning import list_callbacks
 from lightning_fasttrain.core.messages import describe_error, explain, format_bytes
@@ -438,14 +438,14 @@ def _predict(module: L.LightningModule, batch: object, device: torch.device, tim
 @check_arguments
 def verify(
     module: nn.Module | Callable[[], nn.Module],
-    batch: object,
+    batch: Batch,
     techniques: Sequence[Technique] | None = None,
     *,
     loss: Loss | None = None,
     optimizer: Callable[[Any], Optimizer] | None = None,
     precision: str = FULL,
     steps: PositiveInt = 2,
-    validation: object = None,
+    validation: Batch | None = None,
     full: bool = False,
     operators: bool = False,
     **settings: object,

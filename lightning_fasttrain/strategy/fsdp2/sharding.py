@@ -217,7 +217,7 @@ class FSDP2Host(NotACallback):
     For its arguments, see :class:`~lightning_fasttrain.FSDP2Strategy`.
     """
 
-    way_out: ClassVar[str] = "It is a strategy: use Trainer(strategy=FSDP2Strategy())"
+    where_to_use: ClassVar[str] = "It is a strategy: use Trainer(strategy=FSDP2Strategy())"
     reads_remote: ClassVar[bool] = True  # addresses, for which it copies a checkpoint once to each node
     capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.GATHERS_PARAMETERS})
     # Of the arguments of Lightning's FSDPStrategy and ModelParallelStrategy.

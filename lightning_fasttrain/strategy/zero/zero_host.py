@@ -104,7 +104,10 @@ def check_stage(
         why = "neither it nor Lightning's DeepSpeedStrategy has such a setting"
         if unknown[0] in Sharding.__dataclass_fields__:
             why += ", FSDP2Strategy has"
-        raise TypeError(explain(f"ZeRO with {unknown[0]}={settings[unknown[0]]!r}", why, "Leave it out"))
+        way_out = "Leave it out"
+        if unknown[0] == "zero_stage":  # DeepSpeed's word
+            way_out = f"Use stage={settings['zero_stage']!r}"
+        raise TypeError(explain(f"ZeRO with {unknown[0]}={settings[unknown[0]]!r}", why, way_out))
     if config is not None:
         _check_beside_config(stage, settings)
         return name
@@ -238,7 +241,7 @@ class ZeROHost(NotACallback):
     For its arguments, see :class:`~lightning_fasttrain.ZeROStrategy`.
     """
 
-    way_out: ClassVar[str] = "It is a strategy: use Trainer(strategy=ZeROStrategy('auto'))"
+    where_to_use: ClassVar[str] = "It is a strategy: use Trainer(strategy=ZeROStrategy('auto'))"
     reads_remote: ClassVar[bool] = True  # addresses, for which it copies a checkpoint once to each node
     _precision_name: str  # which the Trainer's and Fabric's strategies keep in different places
 
