@@ -15,6 +15,7 @@ from lightning_fasttrain import optim as optim
 from lightning_fasttrain import planner as planner
 from lightning_fasttrain import profiling as profiling
 from lightning_fasttrain import proof as proof
+from lightning_fasttrain import step_time as step_time
 from lightning_fasttrain import strategy as strategy
 from lightning_fasttrain import technique as technique
 from lightning_fasttrain.checkpoint import AtomicCheckpoints as AtomicCheckpoints
@@ -54,6 +55,7 @@ from lightning_fasttrain.planner import make_plan as make_plan
 from lightning_fasttrain.profiling import MemoryMeter as MemoryMeter
 from lightning_fasttrain.profiling import StepMeter as StepMeter
 from lightning_fasttrain.proof import verify as verify
+from lightning_fasttrain.step_time import predict_time as predict_time
 from lightning_fasttrain.strategy import FSDP2Strategy as FSDP2Strategy
 from lightning_fasttrain.strategy import ZeROStrategy as ZeROStrategy
 from lightning_fasttrain.strategy import choose_strategy as choose_strategy

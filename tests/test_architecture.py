@@ -21,7 +21,7 @@ FLOORS = (
     ("architecture", "checkpoint", "loss", "micro_batching", "model", "optim"),
     ("finetune", "guards", "loaders", "profiling"),
     ("memory",),
-    ("proof", "strategy"),
+    ("proof", "step_time", "strategy"),
     ("planner", "estimate"),
     ("bench", "doctor"),
     ("cli", "mixin", "__init__"),

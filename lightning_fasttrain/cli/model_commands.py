@@ -91,7 +91,7 @@ def compare_strategies(options: argparse.Namespace) -> None:
     if options.gpu is None and (options.devices is None or options.memory is None):
         raise CommandError("give --gpu, as H100:8, or --devices and --memory.")
     from lightning_fasttrain.cli.subject import techniques_named
-    from lightning_fasttrain.estimate.accelerators import read_devices
+    from lightning_fasttrain.step_time.accelerators import read_devices
     from lightning_fasttrain.strategy.choose_strategy import choose_strategy, optimizer_named
 
     if options.target is not None and options.batch is not None:

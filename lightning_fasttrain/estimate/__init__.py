@@ -1,6 +1,6 @@
 """Estimate a training before it runs, by published formulas, counted FLOPs and measured steps.
 
-From the bottom up: ``scaling_laws``, ``accelerators``, ``flops``, ``memory_estimate``, ``estimate_training``.
+From the bottom up: ``scaling_laws``, ``flops``, ``memory_estimate``, ``estimate_training``.
 """
 
 from typing import TYPE_CHECKING
@@ -9,16 +9,6 @@ from lightning_fasttrain.core.package import import_names_when_used
 
 import_names_when_used(__name__)
 if TYPE_CHECKING:
-    from lightning_fasttrain.estimate.accelerators import (
-        ACCELERATORS,
-        Accelerator,
-        energy_kwh,
-        find_accelerator,
-        model_flops_utilization,
-        pf_days,
-        read_devices,
-        training_hours,
-    )
     from lightning_fasttrain.estimate.estimate_training import TrainingEstimate, estimate_training
     from lightning_fasttrain.estimate.flops import (
         StepFlops,
@@ -46,6 +36,16 @@ if TYPE_CHECKING:
         optimal_tokens,
         outside_of_range,
         parameters_for_loss,
+    )
+    from lightning_fasttrain.step_time.accelerators import (
+        ACCELERATORS,
+        Accelerator,
+        energy_kwh,
+        find_accelerator,
+        model_flops_utilization,
+        pf_days,
+        read_devices,
+        training_hours,
     )
 
 __all__ = [

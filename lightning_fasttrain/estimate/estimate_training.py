@@ -12,14 +12,6 @@ from torch.optim import Optimizer
 from lightning_fasttrain.core.checks import PositiveFloat, PositiveShare, check_arguments, one_of
 from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.messages import Report, ReportTable, explain, format_bytes
-from lightning_fasttrain.estimate.accelerators import (
-    Accelerator,
-    energy_kwh,
-    model_flops_utilization,
-    pf_days,
-    read_devices,
-    training_hours,
-)
 from lightning_fasttrain.estimate.flops import (
     StepFlops,
     count_parameters_by_part,
@@ -48,6 +40,14 @@ from lightning_fasttrain.estimate.scaling_laws import (
 from lightning_fasttrain.memory.fake_step import Factory, fake_model
 from lightning_fasttrain.memory.predict_memory import PRECISIONS, Loss
 from lightning_fasttrain.proof.verification.verify import as_lightning_module
+from lightning_fasttrain.step_time.accelerators import (
+    Accelerator,
+    energy_kwh,
+    model_flops_utilization,
+    pf_days,
+    read_devices,
+    training_hours,
+)
 from lightning_fasttrain.technique import Technique
 from lightning_fasttrain.technique.declarations import PredictedStep
 from lightning_fasttrain.technique.technique import find_with_surgery

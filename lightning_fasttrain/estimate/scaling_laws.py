@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from lightning_fasttrain.core.checks import PositiveFloat, check_arguments
 from lightning_fasttrain.core.messages import explain
 
-PF_DAY = 1e15 * 86400  # FLOPs
-
 
 @check_arguments
 @dataclass(frozen=True)

@@ -33,6 +33,29 @@ Workspace = Callable[[Sequence[Any], Any], int]
 Kept = Callable[[Sequence[Any], Any], tuple[Tensor, int]]
 
 
+# An operator, its positional arguments and those by name.
+Call = tuple[Any, Sequence[Any], Mapping[str, Any]]
+
+
+class Recorder:
+    """Takes note of the operators that a trace runs, such as of their FLOPs; this one of nothing."""
+
+    def begin_step(self) -> None:
+        """Discard the step that was recorded last, if it is not finished."""
+
+    def watch(self, model: nn.Module) -> None:
+        """Take note of the model before its first step."""
+
+    def note(self, trace: "AllocationTrace", call: Call, result: object, phase: str, module: str) -> None:
+        """Take note of an operator that has just run."""
+
+    def note_gradient(self, gradient: Tensor) -> None:
+        """Take note that a gradient is complete."""
+
+    def finish(self, micro_batches: int, batches: int, rank: object) -> None:
+        """Keep the step that was recorded last, of ``rank``, with the numbers of a real step."""
+
+
 @dataclass
 class Allocation:
     """Allocation of one storage.
@@ -60,6 +83,11 @@ class Allocation:
     outlived: bool = True
 
     @property
+    def alive(self) -> bool:
+        """Whether it is not freed yet."""
+        return self.died == FOR_EVER
+
+    @property
     def category(self) -> str:
         """Activations are what a forward or recomputation keeps for the backward; everything else is temporary."""
         if self.known is not None:
@@ -80,10 +108,12 @@ class AllocationTrace(AssumedNumbers):
             fake run.
         kept: operation → (arguments, result) → the tensor in the result that is larger than in a fake run, and its
             size in bytes.
+        recorder: takes note of the operators.
         assume: settings of :class:`AssumedNumbers`.
 
     Attributes:
         allocations: all allocations, in order of birth.
+        micro_batches: number of micro-batches of the step, of which two at most are traced.
 
     Source:
         ``torch.distributed._tools.mem_tracker.MemTracker`` follows storages in the same way and keeps running sums;
@@ -95,11 +125,14 @@ class AllocationTrace(AssumedNumbers):
         multiple: int = 1,
         workspace: Mapping[Any, Workspace] | None = None,
         kept: Mapping[Any, Kept] | None = None,
+        recorder: Recorder | None = None,
         **assume: Any,
     ) -> None:
         super().__init__(**assume)
         self.multiple = multiple
         self.workspace, self.kept = workspace or {}, kept or {}
+        self.recorder = recorder or Recorder()
+        self.micro_batches = 1
         self.allocations: list[Allocation] = []
         self.now = 0
         self.phase = "forward"
@@ -137,6 +170,7 @@ class AllocationTrace(AssumedNumbers):
                 self._note(tensor, module, op, phase).nbytes = self._round_up(nbytes)
             if func in self.workspace:
                 self._note_workspace(self.workspace[func](args, result), module, op, phase)
+        self.recorder.note(self, (func, args, kwargs or {}), result, phase, module)
         return result
 
     @classmethod
@@ -208,6 +242,10 @@ class AllocationTrace(AssumedNumbers):
         self.now += 1
         allocation.died, allocation.outlived = self.now, allocation.period != self._period
 
+    def allocation_of(self, tensor: Tensor) -> Allocation | None:
+        """Return the allocation that ``tensor`` is on; None if it was not traced."""
+        return self._alive.get(tensor.untyped_storage()._cdata, (None, None))[1]
+
     def mark(self, tensor: Tensor, category: str, module: str = "") -> None:
         """Set the category of the storage of ``tensor``, or of this rank's part of it."""
         if isinstance(tensor, DTensor):
@@ -232,6 +270,7 @@ class AllocationTrace(AssumedNumbers):
     @contextmanager
     def watch(self, model: nn.Module) -> Iterator[None]:
         """Track the running module, and the gradients of ``model``."""
+        self.recorder.watch(model)
         with ExitStack() as hooks:
             hooks.enter_context(patched(torch.UntypedStorage, "resize_", lambda *args: self._resize(*args)))
             for name, module in model.named_modules():
@@ -256,6 +295,7 @@ class AllocationTrace(AssumedNumbers):
     def _mark_gradient(self, name: str, parameter: Tensor) -> None:
         if parameter.grad is not None:
             self.mark(parameter.grad, "gradients", name)
+            self.recorder.note_gradient(parameter.grad)
 
 
 def _sums_in_place(total: object, part: object, *_: object) -> bool:

@@ -182,6 +182,7 @@ def step_as_trainer(
 ) -> None:
     """Run one optimizer step, in the order of the Trainer or, with several micro-batches, of our accumulation."""
     parts = list(planned.split(batch))
+    trace.micro_batches = len(parts) * planned.window
     # Gradients exist from the second micro-batch on, so later ones need no more.
     parts = (parts * min(planned.window, 2))[:2]
     trace.phase = "forward"

@@ -150,6 +150,27 @@ _OFFLOADED = ("gradients", "optimizer state")
 
 
 @dataclass(frozen=True)
+class RankTraffic:
+    """Bytes that the ranks of a strategy exchange in a step, as sizes of unsharded tensors.
+
+    Args:
+        bucket: gradients that are reduced at once.
+        each_micro_batch: whether each micro-batch reduces its gradients, not the last one alone.
+        scatters: whether gradients are reduced to shards, not to all ranks.
+        fetched: parameters that are gathered in each forward with its backward.
+        prefetch: parameters that are gathered at once.
+        updated: parameters that are gathered after the update.
+    """
+
+    bucket: int
+    each_micro_batch: bool = False
+    scatters: bool = False
+    fetched: int = 0
+    prefetch: int = 1
+    updated: int = 0
+
+
+@dataclass(frozen=True)
 class RankStates:
     """Bytes of a model's states on one rank.
 
@@ -163,6 +184,7 @@ class RankStates:
         gathers: whether parameters are sharded, so that buffers exist in the forward too, and gradients between steps.
         host: bytes in host memory.
         nvme: bytes on disk.
+        traffic: what the ranks exchange.
     """
 
     parameters: int
@@ -174,6 +196,7 @@ class RankStates:
     gathers: bool
     host: int = 0
     nvme: int = 0
+    traffic: RankTraffic | None = None
 
 
 @runtime_checkable
@@ -194,6 +217,10 @@ class OneRank:
         world: number of ranks.
         rank: the rank.
 
+    Attributes:
+        states: bytes of states that the strategy's formulas give; None where they are traced.
+        buckets: bytes of DDP's buckets.
+
     Raises:
         TypeError: the strategy cannot be predicted.
         ValueError: ``rank`` is not below ``world``, or there are several ranks without a strategy.
@@ -213,8 +240,8 @@ class OneRank:
             why = "its ranks cannot be predicted"
             way_out = "Pass 'ddp', an FSDP2Strategy or a ZeROStrategy"
             raise TypeError(explain(f"strategy={strategy!r}", why, way_out))
-        self._states: RankStates | None = None
-        self._buckets = 0
+        self.states: RankStates | None = None
+        self.buckets = 0
         self._shards: set[str] = set()
 
     def precision(self, precision: str) -> str:
@@ -252,10 +279,10 @@ class OneRank:
     def count_states(self, model: nn.Module, optimizer: Optimizer, precision: str) -> None:
         """Note what the trace does not show: DDP's buckets, states by formula, and which parameters are shards."""
         if isinstance(self.strategy, KnowsRankStates):
-            self._states = self.strategy.predict_rank_states(model, optimizer, self.world, precision)
+            self.states = self.strategy.predict_rank_states(model, optimizer, self.world, precision)
         elif isinstance(self.strategy, DDPStrategy):
             if self.world > 1 and has_buckets_beside_gradients(self.strategy):
-                self._buckets = bytes_of(trained_parameters(model))
+                self.buckets = bytes_of(trained_parameters(model))
         elif isinstance(self.strategy, ShardsFakeModel):
             for name, parameter in model.named_parameters():
                 if isinstance(parameter, DTensor):
@@ -263,27 +290,27 @@ class OneRank:
 
     def allocations(self, traced: Sequence[Allocation], since: int) -> list[Allocation]:
         """Return the allocations of a traced step as they are on the device of this rank."""
-        if self._states is not None:
-            return _with_states(traced, self._states, since)
+        if self.states is not None:
+            return _with_states(traced, self.states, since)
         kept = list(traced)
         if isinstance(self.strategy, ShardsFakeModel) and self.strategy.offloads:
             kept = [allocation for allocation in traced if not self._is_offloaded(allocation, since)]
-        if self._buckets:
-            kept.append(_hold(self._buckets, "temporaries", "buckets of DDP", since, FOR_EVER))
+        if self.buckets:
+            kept.append(_hold(self.buckets, "temporaries", "buckets of DDP", since, FOR_EVER))
         return kept
 
     def host_allocations(self, traced: Sequence[Allocation], since: int) -> list[Allocation]:
         """Return the traced allocations that are in host memory."""
         if isinstance(self.strategy, ShardsFakeModel) and self.strategy.offloads:
             return [allocation for allocation in traced if self._is_offloaded(allocation, since)]
-        if self._states is not None and self._states.host:
-            return [_hold(self._states.host, "parameters", "offloaded states", since, FOR_EVER)]
+        if self.states is not None and self.states.host:
+            return [_hold(self.states.host, "parameters", "offloaded states", since, FOR_EVER)]
         return []
 
     @property
     def nvme_bytes(self) -> int:
         """Bytes on disk."""
-        return 0 if self._states is None else self._states.nvme
+        return 0 if self.states is None else self.states.nvme
 
     def _is_offloaded(self, allocation: Allocation, since: int) -> bool:
         if allocation.category in _OFFLOADED or allocation.phase == "optimizer step":

@@ -25,7 +25,7 @@ from lightning_fasttrain.core.host.lightning import attached_trainer, configured
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.fake_mode import FakeMode
 from lightning_fasttrain.core.modules.parameters import names_of_parameters, parameters_of
-from lightning_fasttrain.memory.allocation_trace import AllocationTrace
+from lightning_fasttrain.memory.allocation_trace import AllocationTrace, Recorder
 from lightning_fasttrain.memory.caching_allocator import MIN_BLOCK_BYTES, place_in_blocks
 from lightning_fasttrain.memory.cuda_kernels import CUBLAS_WORKSPACE, CUDA_WORKSPACE, AsOnCuda, step_in_lists_
 from lightning_fasttrain.memory.fake_operators import AssumedArrays, AssumedNumbers
@@ -178,6 +178,8 @@ def predict_strategies(
     device: str = "cuda",
     world: int = 1,
     rank: int = 0,
+    accumulate: int = 1,
+    recorder: Recorder | None = None,
 ) -> list[MemoryReport]:
     """Predict the same step under each of several strategies, as :func:`predict_memory` does for one.
 
@@ -186,6 +188,8 @@ def predict_strategies(
 
     Args:
         strategies: as ``strategy`` of :func:`predict_memory`; all other arguments are like there.
+        accumulate: number of batches whose gradients are summed, unless a technique sets it.
+        recorder: takes note of the operators of each traced step.
     """
     one_of("precision", precision, PREDICTED_PRECISIONS)
     precision, batch = _AS_LARGE.get(precision, precision), batch_of(batch)
@@ -201,8 +205,8 @@ def predict_strategies(
         alike.append(one)
     found: dict[OneRank, MemoryReport] = {}
     for _, group in traces:
-        planned = PredictedStep(group[0].precision(precision), device == "cuda")
-        step = _Step(module, batch, loss, optimizer, _ask(techniques, planned), planned)
+        planned = PredictedStep(group[0].precision(precision), device == "cuda", window=accumulate)
+        step = _Step(module, batch, loss, optimizer, _ask(techniques, planned), planned, recorder or Recorder())
         reports = _find_range(functools.partial(_predict, step, group, device, precision), find_longest_axis(batch))
         found.update(zip(group, reports, strict=True))
     return [found[one] for one in ranks]
@@ -218,6 +222,7 @@ class _Step:
     optimizer: Optimizer | Callable[[Any], Optimizer] | None
     with_surgery: Sequence[Technique]
     planned: PredictedStep
+    recorder: Recorder
 
 
 def _predict(
@@ -232,7 +237,8 @@ def _predict(
     """Trace a step with these values where code reads values from tensors, and report on each of ``ranks``."""
     on_cuda = step.planned.on_cuda
     multiple, workspace = (MIN_BLOCK_BYTES, CUDA_WORKSPACE) if on_cuda else (1, CPU_WORKSPACE)
-    trace = AllocationTrace(multiple, workspace, KEPT, truth=truth, number=number, selected=selected)
+    assumed = {"truth": truth, "number": number, "selected": selected}
+    trace = AllocationTrace(multiple, workspace, KEPT, step.recorder, **assumed)
     try:
         with isolate_rng(include_cuda=False), explaining_errors():
             since = _trace_steps(trace, step, ranks)
@@ -240,6 +246,7 @@ def _predict(
         if trace.assumed:
             raise _FailedOnAssumedValues from error
         raise
+    step.recorder.finish(trace.micro_batches, step.planned.window, ranks[0])
     reports = []
     for one in ranks:
         allocations = one.allocations(trace.allocations, since)
@@ -344,6 +351,7 @@ def _trace_steps(trace: AllocationTrace, step: _Step, ranks: Sequence[OneRank]) 
         since = 0
         for _ in range(2):
             since = trace.now
+            step.recorder.begin_step()
             if steps_itself:
                 step_by_itself(trace, forward, data, steppers, planned)
             else:

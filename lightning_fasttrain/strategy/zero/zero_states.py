@@ -21,7 +21,7 @@ from lightning_fasttrain.core.modules.parameters import bytes_of, count_uses
 from lightning_fasttrain.core.state.values import without
 from lightning_fasttrain.finetune.quantized.quantized_layer import is_quantized, quantization_of
 from lightning_fasttrain.memory.fake_step import fake_module
-from lightning_fasttrain.memory.one_rank import RankStates
+from lightning_fasttrain.memory.one_rank import RankStates, RankTraffic
 from lightning_fasttrain.memory.predict_memory import PRECISIONS
 from lightning_fasttrain.optim.named.build_optimizer import NamedOptimizer
 from lightning_fasttrain.optim.named.host_optimizer import HostOptimizer
@@ -459,7 +459,17 @@ class ZeROStage:
             gathers=self.stage.startswith("3"),
             host=states.host,
             nvme=states.nvme,
+            traffic=self._find_traffic(held, sizes),
         )
+
+    def _find_traffic(self, held: Held, sizes: ZeROSizes) -> RankTraffic:
+        if self.stage == "0":
+            return RankTraffic(_ALL_REDUCE_BUCKET * held.size)
+        bucket = max(sizes.reduce_bucket, 1) * held.size
+        if self.stage.startswith("3"):
+            staying, fetched = held.fetched_bytes(sizes)
+            return RankTraffic(bucket, True, True, fetched, max(sizes.prefetch, 1) * held.size, staying)
+        return RankTraffic(bucket, self.stage != "1", updated=sum(held.flat_shards()) * held.ranks * held.size)
 
 
 def _split_buffers(held: Held, states: ModelStates, sizes: ZeROSizes) -> tuple[int, int]:

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from lightning_fasttrain.core.checks import PositiveFloat, PositiveInt, PositiveShare, check_arguments, one_of
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.estimate.scaling_laws import PF_DAY
+
+PF_DAY = 1e15 * 86400  # FLOPs
 
 
 @check_arguments
@@ -22,6 +23,8 @@ class Accelerator:
         watts: the most power that it takes; None where its maker does not state it.
         source: where these values are stated.
         dtype: of the products, ``"bfloat16"`` or ``"float16"``.
+        float32_flops: dense FLOP/s in float32, without TF32; None where it is not stated.
+        link_gb_per_s: what it can send to its neighbours in a node, in 1e9 bytes/s, in one direction.
 
     Example:
         >>> mine = Accelerator("Mine", 1e14, 24, 900, 300, "its data sheet")
@@ -36,6 +39,8 @@ class Accelerator:
     watts: PositiveFloat | None
     source: str
     dtype: str = "bfloat16"
+    float32_flops: PositiveFloat | None = None
+    link_gb_per_s: PositiveFloat = 32  # PCIe 4.0 × 16
 
     def __post_init__(self) -> None:
         one_of("dtype", self.dtype, ("bfloat16", "float16"))
@@ -55,28 +60,68 @@ _B300 = (
 )
 
 _TABLE = (
-    Accelerator("B300", 2250e12, 288, 8000, 1400, _B300),
+    Accelerator("B300", 2250e12, 288, 8000, 1400, _B300, link_gb_per_s=900),
     Accelerator(
-        "B200", 2250e12, 180, 8000, 1000, f"NVIDIA DGX B200 data sheet, an eighth of it, dense, {_SITE}/dgx-b200/"
+        "B200",
+        2250e12,
+        180,
+        8000,
+        1000,
+        f"NVIDIA DGX B200 data sheet, an eighth of it, dense, {_SITE}/dgx-b200/",
+        link_gb_per_s=900,
     ),
-    Accelerator("H200", 989.4e12, 141, 4800, 700, f"NVIDIA H200 data sheet, SXM, dense, {_SITE}/h200/"),
-    Accelerator("H100-SXM", 989.4e12, 80, 3350, 700, _H100),
-    Accelerator("H100-PCIe", 756e12, 80, 2000, 350, _H100),
-    Accelerator("A100-80GB-SXM", 312e12, 80, 2039, 400, _A100),
-    Accelerator("A100-80GB-PCIe", 312e12, 80, 1935, 300, _A100),
-    Accelerator("A100-40GB-SXM", 312e12, 40, 1555, 400, _A100),
-    Accelerator("A100-40GB-PCIe", 312e12, 40, 1555, 250, _A100),
-    Accelerator("L40S", 362.05e12, 48, 864, 350, f"NVIDIA L40S data sheet, {_SITE}/l40s/"),
-    Accelerator("L40", 181.05e12, 48, 864, 300, f"NVIDIA L40 data sheet, {_SITE}/l40/"),
-    Accelerator("L4", 121e12, 24, 300, 72, f"NVIDIA L4 data sheet, dense, {_SITE}/l4/"),
-    Accelerator("A40", 149.7e12, 48, 696, 300, f"NVIDIA A40 data sheet, {_SITE}/a40/"),
+    Accelerator(
+        "H200",
+        989.4e12,
+        141,
+        4800,
+        700,
+        f"NVIDIA H200 data sheet, SXM, dense, {_SITE}/h200/",
+        float32_flops=67e12,
+        link_gb_per_s=450,
+    ),
+    Accelerator("H100-SXM", 989.4e12, 80, 3350, 700, _H100, float32_flops=67e12, link_gb_per_s=450),
+    Accelerator("H100-PCIe", 756e12, 80, 2000, 350, _H100, float32_flops=51e12, link_gb_per_s=64),
+    Accelerator("A100-80GB-SXM", 312e12, 80, 2039, 400, _A100, float32_flops=19.5e12, link_gb_per_s=300),
+    Accelerator("A100-80GB-PCIe", 312e12, 80, 1935, 300, _A100, float32_flops=19.5e12),
+    Accelerator("A100-40GB-SXM", 312e12, 40, 1555, 400, _A100, float32_flops=19.5e12, link_gb_per_s=300),
+    Accelerator("A100-40GB-PCIe", 312e12, 40, 1555, 250, _A100, float32_flops=19.5e12),
+    Accelerator("L40S", 362.05e12, 48, 864, 350, f"NVIDIA L40S data sheet, {_SITE}/l40s/", float32_flops=91.6e12),
+    Accelerator("L40", 181.05e12, 48, 864, 300, f"NVIDIA L40 data sheet, {_SITE}/l40/", float32_flops=90.5e12),
+    Accelerator("L4", 121e12, 24, 300, 72, f"NVIDIA L4 data sheet, dense, {_SITE}/l4/", float32_flops=30.3e12),
+    Accelerator("A40", 149.7e12, 48, 696, 300, f"NVIDIA A40 data sheet, {_SITE}/a40/", float32_flops=37.4e12),
     Accelerator("A10G", 70e12, 24, 600, None, _A10G),
-    Accelerator("V100", 125e12, 32, 900, 300, _V100, "float16"),
-    Accelerator("T4", 65e12, 16, 320, 70, _T4, "float16"),
-    Accelerator("RTX5090", 209.5e12, 32, 1792, 575, "NVIDIA RTX Blackwell GPU architecture white paper, sums in FP32"),
-    Accelerator("RTX4090", 165.2e12, 24, 1008, 450, "NVIDIA Ada GPU architecture white paper, sums in FP32"),
-    Accelerator("RTX3090", 71e12, 24, 936, 350, "NVIDIA Ampere GA102 GPU architecture white paper, sums in FP32"),
-    Accelerator("MI300X", 1307.4e12, 192, 5300, 750, _MI300X),
+    Accelerator("V100", 125e12, 32, 900, 300, _V100, "float16", float32_flops=15.7e12, link_gb_per_s=150),
+    Accelerator("T4", 65e12, 16, 320, 70, _T4, "float16", float32_flops=8.1e12, link_gb_per_s=16),
+    Accelerator(
+        "RTX5090",
+        209.5e12,
+        32,
+        1792,
+        575,
+        "NVIDIA RTX Blackwell GPU architecture white paper, sums in FP32",
+        float32_flops=104.8e12,
+        link_gb_per_s=64,
+    ),
+    Accelerator(
+        "RTX4090",
+        165.2e12,
+        24,
+        1008,
+        450,
+        "NVIDIA Ada GPU architecture white paper, sums in FP32",
+        float32_flops=82.6e12,
+    ),
+    Accelerator(
+        "RTX3090",
+        71e12,
+        24,
+        936,
+        350,
+        "NVIDIA Ampere GA102 GPU architecture white paper, sums in FP32",
+        float32_flops=35.6e12,
+    ),
+    Accelerator("MI300X", 1307.4e12, 192, 5300, 750, _MI300X, float32_flops=163.4e12, link_gb_per_s=448),
 )
 ACCELERATORS = {accelerator.name: accelerator for accelerator in _TABLE}
 """Accelerators by name; each names the data sheet of its values."""

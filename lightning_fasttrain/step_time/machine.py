@@ -1,0 +1,244 @@
+"""A machine as data: what its devices and links reach, from a measurement, a fit, or data sheets and usual shares."""
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from lightning_fasttrain.core.atomic_write import write_atomic
+from lightning_fasttrain.core.checks import (
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    PositiveShare,
+    Share,
+    check_arguments,
+)
+from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.safe_load import read_json
+from lightning_fasttrain.step_time.accelerators import ACCELERATORS, Accelerator, find_accelerator
+
+TF32 = "tf32"
+
+
+@check_arguments
+@dataclass(frozen=True)
+class Link:
+    """A link between devices.
+
+    Args:
+        gb_per_s: what each device can send, in 1e9 bytes/s, in one direction.
+        latency_us: time that each further rank adds to a collective, in µs.
+        share: the share of ``gb_per_s`` that collectives reach.
+    """
+
+    gb_per_s: PositiveFloat
+    latency_us: NonNegativeFloat
+    share: PositiveShare
+
+    def seconds(self, nbytes: float) -> float:
+        """Return the seconds in which a device sends ``nbytes``, without latency."""
+        return nbytes / (self.gb_per_s * 1e9 * self.share)
+
+
+@check_arguments
+@dataclass(frozen=True)
+class Machine:
+    """The rates that devices and links of a machine reach, as :func:`~lightning_fasttrain.predict_time` uses them.
+
+    Args:
+        name: for messages.
+        peak_flops: dtype, as ``"bfloat16"``, ``"float32"`` or ``"tf32"`` → FLOP/s of matrix products at best.
+        product_share: dtype → the share of that peak which large products reach.
+        product_half_size: a product with sizes of geometric mean s reaches ``product_share · s / (s + half_size)``.
+        attention_share: the share of the peak that fused attention reaches in the forward.
+        attention_backward_share: the same in the backward.
+        gb_per_s: memory bandwidth, in 1e9 bytes/s.
+        bandwidth_share: the share of it that element-wise kernels reach.
+        kernel_us: the least time of a kernel on the device, in µs.
+        host_us: what the host needs to start a kernel, in µs.
+        inside: link between devices of one node.
+        between: link of each device to other nodes.
+        devices_per_node: devices of a node.
+        overlap: how undisturbed computing is beside a collective: at 1 not at all, at 0 both take turns.
+        memory_gib: memory of a device, in GiB.
+        source: how these values are known.
+        error: mean relative error of predictions, where it is known.
+        error_90: the relative error that 90% of predictions stay below, where it is known.
+        runs_ahead: whether the host starts kernels before earlier ones are done, as with a GPU.
+
+    Raises:
+        ValueError: ``peak_flops`` and ``product_share`` are empty, or have different keys.
+
+    Example:
+        >>> machine = read_machine("A100")
+        >>> machine.gb_per_s, machine.peak_flops["bfloat16"] / 1e12
+        (2039, 312.0)
+    """
+
+    name: str
+    peak_flops: Mapping[str, PositiveFloat]
+    product_share: Mapping[str, PositiveShare]
+    product_half_size: NonNegativeFloat
+    attention_share: PositiveShare
+    attention_backward_share: PositiveShare
+    gb_per_s: PositiveFloat
+    bandwidth_share: PositiveShare
+    kernel_us: NonNegativeFloat
+    host_us: NonNegativeFloat
+    inside: Link
+    between: Link
+    devices_per_node: PositiveInt
+    overlap: Share
+    memory_gib: PositiveFloat
+    source: str
+    error: NonNegativeFloat | None = None
+    error_90: NonNegativeFloat | None = None
+    runs_ahead: bool = field(default=True)
+
+    def __post_init__(self) -> None:
+        if not self.peak_flops or set(self.peak_flops) != set(self.product_share):
+            what = f"peak_flops of {_list(self.peak_flops)} and product_share of {_list(self.product_share)}"
+            way_out = 'Name the same dtypes in both, as "bfloat16" and "float32"'
+            raise ValueError(explain(what, "each precision has a peak and a share of it", way_out))
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the machine to a JSON file, which :func:`read_machine` reads."""
+        return write_atomic(path, json.dumps(asdict(self), indent=2) + "\n")
+
+
+def _list(names: Mapping[str, object]) -> str:
+    return ", ".join(names) or "no dtype"
+
+
+# Where only the data sheet is known. Medians of the profiles that are fitted in examples/fit_machines.py.
+USUAL = {
+    "product_half_size": 0.0,
+    "attention_share": 0.4,
+    "attention_backward_share": 0.35,
+    "bandwidth_share": 0.75,
+    "kernel_us": 2.0,
+    "host_us": 8.0,
+    "overlap": 0.8,
+}
+USUAL_PRODUCT_SHARE = 0.8
+_NETWORK = Link(50, 10, 0.7)  # 400 Gbit/s a device, as in NVIDIA's DGX H100
+USUAL_ERROR, USUAL_ERROR_90 = 0.2, 0.4
+_PROFILE = 'pass machine="profile.json", which `fasttrain machine --out profile.json` writes'
+
+
+def machine_of(accelerator: Accelerator) -> Machine:
+    """Return the profile of an accelerator that is known by its data sheet alone, with the usual shares of its peaks.
+
+    Nodes have eight devices, and 400 Gbit/s for each to other nodes.
+    """
+    peaks = {accelerator.dtype: accelerator.flops}
+    if accelerator.dtype == "bfloat16":
+        peaks |= {"float16": accelerator.flops, TF32: accelerator.flops / 2}
+    if accelerator.float32_flops is not None:
+        peaks["float32"] = accelerator.float32_flops
+    return Machine(
+        name=accelerator.name,
+        peak_flops=peaks,
+        product_share=dict.fromkeys(peaks, USUAL_PRODUCT_SHARE),
+        gb_per_s=accelerator.bandwidth_gb_per_s,
+        inside=Link(accelerator.link_gb_per_s, 3, 0.75),
+        between=_NETWORK,
+        devices_per_node=8,
+        memory_gib=accelerator.memory_gib,
+        source=f"data sheet × usual shares: {accelerator.source}",
+        error=USUAL_ERROR,
+        error_90=USUAL_ERROR_90,
+        **USUAL,
+    )
+
+
+@check_arguments
+def read_machine(machine: str | os.PathLike[str] | Machine) -> Machine:
+    """Return a machine by the name of its accelerator, or from a JSON file.
+
+    Args:
+        machine: a name, as ``"H100"``; the path of a file that :meth:`Machine.save` wrote; or a machine.
+
+    Raises:
+        ValueError: the accelerator is unknown, or the file is not a profile; the message says what is missing.
+        FileNotFoundError: there is no such file.
+
+    Example:
+        >>> read_machine("h100 sxm").name
+        'H100-SXM'
+
+    Source:
+        Data sheets, as of :func:`~lightning_fasttrain.estimate.find_accelerator`.
+    """
+    if isinstance(machine, Machine):
+        return machine
+    text = os.fspath(machine)
+    if not text.lower().endswith(".json"):
+        try:
+            return machine_of(find_accelerator(text))
+        except ValueError as error:
+            known = ", ".join(ACCELERATORS)
+            raise ValueError(
+                explain(f"gpu={text!r}", "it is not in the table", f"Use {known}, or {_PROFILE}")
+            ) from error
+    path = Path(text)
+    return _parse(read_json(path), path)
+
+
+def _parse(values: Any, path: Path) -> Machine:
+    way_out = "Write it with `fasttrain machine --out FILE`, or with Machine.save"
+    if not isinstance(values, dict):
+        raise ValueError(explain(f"{path}", f"a machine is an object, got {type(values).__name__}", way_out))
+    names = [one.name for one in fields(Machine)]
+    missing = [name for name in names[:16] if name not in values]
+    unknown = [name for name in values if name not in names]
+    if missing or unknown:
+        lacks = [f"it lacks {', '.join(missing)}"] if missing else []
+        knows = [f"it has {', '.join(unknown)}, which no machine has"] if unknown else []
+        raise ValueError(explain(f"{path}", " and ".join([*lacks, *knows]), way_out))
+    try:
+        links = {name: Link(**values[name]) for name in ("inside", "between")}
+        return Machine(**{**values, **links})
+    except (TypeError, ValueError) as error:
+        raise ValueError(explain(f"{path}", str(error).rstrip("."), way_out)) from error
+
+
+def collective_seconds(kind: str, nbytes: int, ranks: Sequence[int], machine: Machine, devices_per_node: int) -> float:
+    """Return the seconds of a collective in a ring of ``ranks``, which lie ``devices_per_node`` to a node.
+
+    Args:
+        kind: ``"all-gather"``, ``"reduce-scatter"``, ``"all-reduce"``, ``"all-to-all"`` or ``"broadcast"``.
+        nbytes: size of the unsharded tensor.
+        ranks: the ranks that take part.
+        machine: whose links are used.
+        devices_per_node: devices of a node.
+
+    Example:
+        >>> machine = read_machine("H100")
+        >>> bandwidth = machine.inside.gb_per_s * machine.inside.share * 1e9
+        >>> seconds = collective_seconds("all-gather", 8 * 10**9, range(8), machine, 8)
+        >>> abs(seconds - 7e9 / bandwidth - 7 * machine.inside.latency_us * 1e-6) < 1e-12
+        True
+
+    Source:
+        Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH". Between nodes, each device
+        sends its part of what its node sends.
+    """
+    count = len(ranks)
+    if count < 2:
+        return 0.0
+    nodes = len({rank // devices_per_node for rank in ranks})
+    inside = math.ceil(count / nodes)
+    passes = 2 if kind == "all-reduce" else 1
+    sent = 0.0
+    if inside > 1:
+        sent = machine.inside.seconds(nbytes * (count - 1) / count)
+    if nodes > 1:
+        sent = max(sent, machine.between.seconds(nbytes * (nodes - 1) / nodes / inside))
+    steps_between = nodes if nodes > 1 else 0
+    latency = (count - 1 - steps_between) * machine.inside.latency_us + steps_between * machine.between.latency_us
+    return passes * (sent + max(latency, 0.0) * 1e-6)

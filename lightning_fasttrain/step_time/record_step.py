@@ -1,0 +1,450 @@
+"""Record what a traced step computes and communicates: its kernels with FLOPs and bytes, and its collectives."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn, ops
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from lightning_fasttrain.core.modules.blocks import find_blocks
+from lightning_fasttrain.core.modules.select import is_inside
+from lightning_fasttrain.memory.allocation_trace import Allocation, AllocationTrace, Call, Recorder
+from lightning_fasttrain.memory.one_rank import OneRank
+
+PRODUCT, ATTENTION, ATTENTION_BACKWARD, ELEMENTWISE = "products", "attention", "attention backward", "element-wise"
+GATHERS, REDUCTIONS, EXCHANGES = "gathers", "reductions", "exchanges"  # streams of collectives
+_FREE_NAMESPACES = ("profiler", "prim")
+# They allocate or describe a tensor, and run no kernel.
+_FREE = {"detach", "lift_fresh", "_unsafe_view", "set_", "resize_", "_reshape_alias", "is_same_size", "wait_tensor"}
+_OVERWRITES = {"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "_foreach_copy_"}
+# Of their first argument they read, or write, as many values as the other side has.
+_GATHERS_ROWS = {"embedding", "index", "index_select", "gather", "nll_loss_forward"}
+_WRITES_ROWS = {"index_put_", "_index_put_impl_", "index_add_", "scatter_add_", "scatter_"}
+_COLLECTIVES = {
+    "all-gather": ("allgather", "all_gather"),
+    "reduce-scatter": ("reduce_scatter",),
+    "all-reduce": ("allreduce", "all_reduce"),
+    "all-to-all": ("alltoall", "all_to_all"),
+    "broadcast": ("broadcast",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One kernel of a step.
+
+    Args:
+        op: the operator, without its overload.
+        kind: ``"products"``, ``"attention"``, ``"attention backward"`` or ``"element-wise"``, which is all the rest.
+        phase: ``"forward"``, ``"recomputation"``, ``"backward"`` or ``"optimizer step"``.
+        module: qualified name of the running module.
+        dtype: of its last tensor, as ``"bfloat16"``.
+        flops: multiplications and additions; of causal attention half of the square.
+        read: bytes that it reads.
+        written: bytes that it writes.
+        shapes: shapes of the tensors among its arguments; empty for operators on lists of tensors.
+        waits: places in the step of the collectives that must be done before it.
+        reads_value: whether the host waits for its result, as in ``.item()``.
+    """
+
+    op: str
+    kind: str
+    phase: str
+    module: str
+    dtype: str
+    flops: int
+    read: int
+    written: int
+    shapes: tuple[tuple[int, ...], ...] = ()
+    waits: tuple[int, ...] = ()
+    reads_value: bool = False
+
+    @property
+    def size(self) -> float:
+        """Geometric mean of the three sizes of a matrix product; 0 of other kernels."""
+        if self.kind != PRODUCT:
+            return 0.0
+        count = self.shapes[-1][0] if self.op in ("bmm", "baddbmm") else 1
+        return (self.flops / 2 / max(count, 1)) ** (1 / 3)
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective of a step.
+
+    Args:
+        kind: ``"all-gather"``, ``"reduce-scatter"``, ``"all-reduce"``, ``"all-to-all"`` or ``"broadcast"``.
+        nbytes: size of the unsharded tensor.
+        ranks: the ranks that take part.
+        stream: ``"gathers"``, ``"reductions"``, or ``"exchanges"`` of activations.
+        after: place of the kernel that writes its input; -1 if that was written before.
+        waits: places of the collectives that must be done before it.
+    """
+
+    kind: str
+    nbytes: int
+    ranks: tuple[int, ...]
+    stream: str
+    after: int = -1
+    waits: tuple[int, ...] = ()
+
+
+Event = Kernel | Collective
+
+
+@dataclass
+class RecordedStep:
+    """The kernels and collectives of one step on one rank, in the order in which the host starts them.
+
+    Args:
+        events: they, of at most two micro-batches and the optimizer's update.
+        starts: place of the first event of each micro-batch.
+        update: place of the first event of the optimizer's update.
+        gradients: (place of the next event, bytes) of each gradient that is complete.
+        micro_batches: number of micro-batches of the real step.
+    """
+
+    events: list[Event] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    update: int = 0
+    gradients: list[tuple[int, int]] = field(default_factory=list)
+    micro_batches: int = 1
+
+    @property
+    def kernels(self) -> Iterator[Kernel]:
+        """The kernels alone."""
+        return (event for event in self.events if isinstance(event, Kernel))
+
+    def model_flops(self) -> int:
+        """Return the FLOPs of all micro-batches without recomputation, with attention in full, as MFU counts them."""
+        total = 0
+        for kernel in self.kernels:
+            if kernel.phase not in ("forward", "backward"):
+                continue
+            causal = 2 if kernel.op.endswith(_CAUSAL) else 1
+            # Of five products in the backward of fused attention, one is a recomputation.
+            total += kernel.flops * causal * 4 // (5 if kernel.kind == ATTENTION_BACKWARD else 4)
+        return total * self.micro_batches // max(len(self.starts), 1)
+
+
+_CAUSAL = " (causal)"
+_READ = ops.aten._local_scalar_dense.default
+
+
+class StepRecorder(Recorder):
+    """Records the steps that an :class:`AllocationTrace` runs; views and allocations cost nothing.
+
+    In compiled blocks, kernels between two products are one kernel, which reads what was made outside of it and writes
+    what still exists after it.
+
+    Args:
+        fuses: whether blocks are compiled.
+
+    Attributes:
+        steps: the last step of each finished trace; there are several where values that code reads are assumed.
+        batches: number of batches whose gradients a step sums.
+        rank: the rank that was traced.
+    """
+
+    batches: int
+    rank: OneRank
+
+    def __init__(self, fuses: bool = False) -> None:
+        self.fuses = fuses
+        self.steps: list[RecordedStep] = []
+        self._blocks: list[str] = []
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        self._step = RecordedStep()
+        self._phase = ""
+        self._writers: dict[int, int] = {}  # allocation → place of the kernel that wrote it last
+        self._pending: dict[int, int] = {}  # allocation → place of the collective that fills it
+        self._fused: _FusedGroup | None = None
+
+    def watch(self, model: nn.Module) -> None:
+        if self.fuses:
+            self._blocks = list(find_blocks(model))
+
+    def finish(self, micro_batches: int, batches: int, rank: object) -> None:
+        assert isinstance(rank, OneRank)
+        self._close_group()
+        self._step.micro_batches = micro_batches
+        if self._phase != "optimizer step":
+            self._step.update = len(self._step.events)
+        self.steps.append(self._step)
+        self.batches, self.rank = batches, rank
+
+    def note_gradient(self, gradient: Tensor) -> None:
+        self._step.gradients.append((len(self._step.events), gradient.nbytes))
+
+    def note(self, trace: AllocationTrace, call: Call, result: object, phase: str, module: str) -> None:
+        func = call[0]
+        if _is_free(func):
+            return
+        self._enter_phase(phase)
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._close_group()
+            self._note_collective(trace, call, result)
+        elif func is not _READ:
+            with torch._C.DisableTorchFunction():
+                self._note_kernel(trace, call, result, phase, module)
+        # The counts of steps that optimizers read are in host memory.
+        elif phase != "optimizer step":
+            self._close_group()
+            self._step.events.append(Kernel("item", ELEMENTWISE, phase, module, "", 0, 0, 0, reads_value=True))
+
+    def _note_kernel(self, trace: AllocationTrace, call: Call, result: object, phase: str, module: str) -> None:
+        func, args, _ = call
+        name = func.overloadpacket.__name__
+        reads, writes = _find_moved(call, result)
+        kind, flops = _count_flops(call, result)
+        owners = [(trace.allocation_of(tensor), nbytes) for tensor, nbytes in reads]
+        into = [(trace.allocation_of(tensor), nbytes) for tensor, nbytes in writes]
+        waits = self._find_waits(name, owners, into, phase)
+        if self._fuse(kind, module, phase, owners, into, waits):
+            return
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        shapes = tuple(tuple(tensor.shape) for tensor in tensors)
+        typed = [*tensors, *(tensor for tensor, _ in (*reads, *writes))]
+        if kind == PRODUCT:  # with a bias, only the last tensor is a factor for sure
+            typed = tensors[::-1]
+        dtype = str(typed[0].dtype).removeprefix("torch.") if typed else ""
+        if kind in (ATTENTION, ATTENTION_BACKWARD) and _is_causal(call):
+            flops, name = flops // 2, f"{name}{_CAUSAL}"
+        read, written = _total(owners), _total(into)
+        self._append(Kernel(name, kind, phase, module, dtype, flops, read, written, shapes, waits), into)
+
+    def _append(self, kernel: Kernel, into: "Owned") -> None:
+        if kernel.op != "all_gather_copy_in":  # FSDP2 runs it in the stream of its gathers
+            for owner, _ in into:
+                self._writers[id(owner)] = len(self._step.events)
+        self._step.events.append(kernel)
+
+    def _enter_phase(self, phase: str) -> None:
+        if phase == self._phase:
+            return
+        self._close_group()
+        if phase == "forward" and self._phase != "forward":
+            self._step.starts.append(len(self._step.events))
+        if phase == "optimizer step":
+            self._step.update = len(self._step.events)
+        self._phase = phase
+
+    def _find_waits(self, name: str, reads: "Owned", writes: "Owned", phase: str) -> tuple[int, ...]:
+        waits = set()
+        for owner, _ in reads:
+            place = self._pending.get(id(owner))
+            if place is None:
+                continue
+            # What follows a reduction in a backward is in its stream; the update waits for it.
+            if phase != "optimizer step" and self._stream_of(place) == REDUCTIONS:
+                self._pending.update((id(written), place) for written, _ in writes)
+            else:
+                waits.add(place)
+        # FSDP2 fills the input of a reduction when the one before is done.
+        if name == "chunk_cat":
+            earlier = range(len(self._step.events) - 1, -1, -1)
+            waits.update([place for place in earlier if self._stream_of(place) == REDUCTIONS][:1])
+        return tuple(sorted(waits))
+
+    def _stream_of(self, place: int) -> str:
+        event = self._step.events[place]
+        return event.stream if isinstance(event, Collective) else ""
+
+    def _note_collective(self, trace: AllocationTrace, call: Call, result: object) -> None:
+        func, args, _ = call
+        kind = _kind_of_collective(func.overloadpacket.__name__)
+        if not kind:
+            return
+        functional = func.namespace == "_c10d_functional"
+        inputs = list(_tensors_in(args))
+        outputs = list(_tensors_in([result] if functional else args[:1]))
+        stream = EXCHANGES if functional else REDUCTIONS
+        if kind in ("all-gather", "broadcast") and not functional:
+            stream = GATHERS
+        place = len(self._step.events)
+        with torch._C.DisableTorchFunction():
+            sources = [id(trace.allocation_of(tensor)) for tensor in inputs]
+            after = max((self._writers.get(source, -1) for source in sources), default=-1)
+            waits = {self._pending[source] for source in sources if source in self._pending}
+            # The unsharded tensor is the input or the output, and one of several arguments.
+            sides = (inputs[:1], inputs[1:], outputs)
+            nbytes = max(_total(_measure(side)) for side in sides)
+            self._pending.update((id(trace.allocation_of(tensor)), place) for tensor in outputs)
+        self._step.events.append(Collective(kind, nbytes, _ranks_of(args), stream, after, tuple(sorted(waits))))
+
+    def _fuse(
+        self,
+        kind: str,
+        module: str,
+        phase: str,
+        reads: "Owned",
+        writes: "Owned",
+        waits: tuple[int, ...],
+    ) -> bool:
+        """Add a kernel to the open group, if its block is compiled; return whether it was."""
+        inside = self.fuses and kind == ELEMENTWISE and is_inside(module, self._blocks)
+        if not inside or waits:
+            self._close_group()
+            return False
+        if self._fused is None:
+            self._fused = _FusedGroup(phase, module)
+        for owner, nbytes in reads:
+            if id(owner) not in self._fused.written:
+                self._fused.read[id(owner)] = nbytes
+        for owner, nbytes in writes:
+            self._fused.written[id(owner)] = (owner, nbytes)
+        return True
+
+    def _close_group(self) -> None:
+        if self._fused is None:
+            return
+        group, self._fused = self._fused, None
+        kept = [(owner, nbytes) for owner, nbytes in group.written.values() if owner is None or owner.alive]
+        read = sum(group.read.values())
+        self._append(Kernel("fused", ELEMENTWISE, group.phase, group.module, "", 0, read, _total(kept)), kept)
+
+
+Owned = Sequence[tuple[Allocation | None, int]]  # allocations with the bytes that are read or written
+
+
+def _total(moved: Sequence[tuple[object, int]]) -> int:
+    return sum(nbytes for _, nbytes in moved)
+
+
+@dataclass
+class _FusedGroup:
+    """Kernels that a compiler makes one of: allocation → bytes that they read, or write."""
+
+    phase: str
+    module: str
+    read: dict[int, int] = field(default_factory=dict)
+    written: dict[int, tuple[Allocation | None, int]] = field(default_factory=dict)
+
+
+@cache
+def _is_free(func: Any) -> bool:
+    name = func.overloadpacket.__name__
+    if func.namespace in _FREE_NAMESPACES or name in _FREE or func.is_view:
+        return True
+    return name.startswith(("empty", "new_empty"))
+
+
+@cache
+def _find_written(func: Any) -> tuple[tuple[int, ...], tuple[str, ...], bool]:
+    """Return the arguments that an operator writes, by position and by name, and whether it returns new tensors."""
+    places, names = [], []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            places.append(place)
+            names.append(argument.name)
+    return tuple(places), tuple(names), any(result.alias_info is None for result in func._schema.returns)
+
+
+Moved = list[tuple[Tensor, int]]  # tensors with the bytes that are read or written
+
+
+def _find_moved(call: Call, result: object) -> tuple[Moved, Moved]:
+    """Return the tensors that a kernel reads and those that it writes, with bytes."""
+    func, args, kwargs = call
+    name = func.overloadpacket.__name__
+    places, names, returns_new = _find_written(func)
+    if name == "all_gather_copy_in":  # into a slice of a buffer for all ranks
+        moved = _measure(args[0])
+        return moved, moved
+    writes = _measure([args[place] for place in places if place < len(args)])
+    writes += _measure([kwargs[key] for key in names if key in kwargs])
+    if returns_new:
+        writes += _measure([result])
+    # Outputs given by name are not read.
+    others = [value for key, value in kwargs.items() if key not in names]
+    first = 1 if name in _OVERWRITES else 0
+    reads = _measure([*args[first:], *others])
+    if name in _GATHERS_ROWS and reads:
+        reads[0] = (reads[0][0], _total(writes))
+    elif name in _WRITES_ROWS and writes:
+        writes = [(writes[0][0], reads[-1][1])]
+        reads[0] = (reads[0][0], reads[-1][1])
+    return reads, writes
+
+
+def _measure(values: Sequence[object]) -> Moved:
+    """Return the tensors among ``values`` with their bytes; an expanded tensor has those of its storage."""
+    return [(tensor, min(tensor.nbytes, tensor.untyped_storage().nbytes())) for tensor in _tensors_in(values)]
+
+
+def _tensors_in(values: Sequence[object]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.layout is torch.strided:
+                yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors_in(value)
+
+
+def _kind_of_collective(name: str) -> str:
+    for kind, words in _COLLECTIVES.items():
+        if any(word in name for word in words):
+            return kind
+    return ""
+
+
+def _cpu_attention(query: Any, key: Any, value: Any, *_: object, **__: object) -> int:
+    return sdpa_flop_count(query.shape, key.shape, value.shape)
+
+
+def _cpu_attention_backward(gradient: Any, query: Any, key: Any, value: Any, *_: object, **__: object) -> int:
+    return sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape)
+
+
+def _grouped(first: Any, second: Any, *_: object, out_val: Any, **__: object) -> int:
+    return 2 * out_val.numel() * first.shape[-1]
+
+
+# Operators for which torch has no formula.
+_FORMULAS: dict[Any, Callable[..., int]] = {
+    ops.aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention,
+    ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_attention_backward,
+    ops.aten._int_mm: lambda first, second, *_, **__: 2 * math.prod(first.shape) * second.shape[1],
+    ops.aten._grouped_mm: _grouped,
+}
+
+
+def _count_flops(call: Call, result: object) -> tuple[str, int]:
+    """Return the kind of a kernel and its FLOPs."""
+    func, args, kwargs = call
+    packet = func.overloadpacket
+    formula = _FORMULAS.get(packet) or flop_registry.get(packet)
+    if formula is None:
+        return ELEMENTWISE, 0
+    flops = int(formula(*args, **kwargs, out_val=result))
+    if "attention" not in packet.__name__:
+        return PRODUCT, flops
+    return (ATTENTION_BACKWARD if "backward" in packet.__name__ else ATTENTION), flops
+
+
+def _is_causal(call: Call) -> bool:
+    func, args, kwargs = call
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name in ("is_causal", "causal"):
+            by_name = kwargs.get(argument.name, argument.default_value)
+            return bool(args[place] if place < len(args) else by_name)
+    return False
+
+
+def _ranks_of(args: Sequence[object]) -> tuple[int, ...]:
+    for value in args:
+        if isinstance(value, str) and value not in ("sum", "avg", "max", "min"):
+            return tuple(dist.get_process_group_ranks(_resolve_process_group(value)))  # type: ignore[arg-type]
+        if isinstance(value, dist.ProcessGroup):
+            return tuple(dist.get_process_group_ranks(value))
+        if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
+            return tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(value)))
+    return ()

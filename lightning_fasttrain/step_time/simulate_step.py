@@ -1,0 +1,265 @@
+"""Simulate the streams of a step: the host starts kernels and collectives, which wait for what they depend on."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy
+
+from lightning_fasttrain.step_time.machine import TF32, Machine, collective_seconds
+from lightning_fasttrain.step_time.record_step import (
+    ATTENTION,
+    ATTENTION_BACKWARD,
+    ELEMENTWISE,
+    GATHERS,
+    PRODUCT,
+    REDUCTIONS,
+    Collective,
+    Event,
+    Kernel,
+    RecordedStep,
+)
+
+KINDS = ("products", "attention", "element-wise", "optimizer", "exposed communication", "launches", "waiting")
+"""Kinds of time, which add up to that of the step."""
+_COMPUTED = KINDS[:4]
+_EXPOSED, _LAUNCHES, _WAITING = KINDS[4:]
+MOST_LAID_OUT = 3  # micro-batches; further ones take as long as the last of them
+_AHEAD = 2  # gathers that may exist before the compute stream has taken over the first of them
+
+
+def lay_out(step: RecordedStep, micro_batches: int) -> list[Event]:
+    """Return the events of a step of ``micro_batches``, of which at most two were recorded.
+
+    Where only the last micro-batch reduces gradients, those in the middle are like the last without its reductions.
+    """
+    if micro_batches < 2 or len(step.starts) < 2:
+        return step.events
+    begin, end = step.starts[-1], step.update
+    events = step.events[:begin]
+    reduces_once = not any(isinstance(event, Collective) and event.stream == REDUCTIONS for event in events)
+    for _ in range(micro_batches - 2):
+        _append_copy(events, step.events, begin, end, without_reductions=reduces_once)
+    _append_copy(events, step.events, begin, len(step.events), without_reductions=False)
+    return events
+
+
+def _append_copy(into: list[Event], events: Sequence[Event], begin: int, end: int, without_reductions: bool) -> None:
+    """Append the events from ``begin`` to ``end``, whose places change."""
+    moved_to: dict[int, int] = {}
+    for place in range(begin, end):
+        event = events[place]
+        reduces = isinstance(event, Collective) and event.stream == REDUCTIONS
+        if without_reductions and (reduces or (isinstance(event, Kernel) and event.op == "chunk_cat")):
+            continue
+        moved_to[place] = len(into)
+        waits = tuple(moved_to[wait] for wait in event.waits if wait in moved_to)
+        if isinstance(event, Collective):
+            into.append(replace(event, waits=waits, after=moved_to.get(event.after, -1)))
+        else:
+            into.append(replace(event, waits=waits))
+
+
+@dataclass(frozen=True)
+class SimulatedStep:
+    """The time of a step.
+
+    Args:
+        seconds: of the whole step.
+        by_kind: kind of time, of ``KINDS`` → seconds; they add up to ``seconds``.
+        hidden: seconds of communication beside computing.
+    """
+
+    seconds: float
+    by_kind: dict[str, float]
+    hidden: float = 0.0
+
+    def continued(self, shorter: "SimulatedStep", times: int) -> "SimulatedStep":
+        """Return this step with ``times`` more of what it has more than ``shorter``."""
+        by_kind = {kind: max(0.0, ms + times * (ms - shorter.by_kind[kind])) for kind, ms in self.by_kind.items()}
+        hidden = self.hidden + times * (self.hidden - shorter.hidden)
+        return SimulatedStep(self.seconds + times * (self.seconds - shorter.seconds), by_kind, hidden)
+
+
+@dataclass
+class Timeline:
+    """The events of a step as arrays, whose time can be computed for many machines.
+
+    Args:
+        events: kernels and collectives, in the order in which the host starts them.
+        nodes_of: devices of a node.
+        tf32: whether products in float32 use TF32.
+    """
+
+    events: Sequence[Event]
+    devices_per_node: int
+    tf32: bool = False
+    _points: list[tuple[int, int, str, tuple[int, ...]]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        kernels = [event for event in self.events if isinstance(event, Kernel)]
+        self._flops = numpy.array([kernel.flops for kernel in kernels], dtype=float)
+        self._bytes = numpy.array([kernel.read + kernel.written for kernel in kernels], dtype=float)
+        self._sizes = numpy.array([kernel.size for kernel in kernels])
+        rates = [(kernel.kind, self._precision_of(kernel)) for kernel in kernels]
+        self._rates = sorted(set(rates))
+        place_of = {rate: place for place, rate in enumerate(self._rates)}
+        self._rate = numpy.array([place_of[rate] for rate in rates], dtype=int)
+        self._kind = numpy.array([_COMPUTED.index(_kind_of_time(kernel)) for kernel in kernels], dtype=int)
+        self._find_points()
+
+    def _precision_of(self, kernel: Kernel) -> str:
+        if kernel.kind == ELEMENTWISE:
+            return ""
+        if kernel.kind == PRODUCT and kernel.dtype == "float32" and self.tf32:
+            return TF32
+        return kernel.dtype
+
+    def _find_points(self) -> None:
+        """List the places between kernels at which streams wait for one another: (kernels before, event, what)."""
+        self._points = []
+        self._order = []  # of each kernel among all events that the host starts
+        for place, event in enumerate(self.events):
+            before = len(self._order)
+            if isinstance(event, Collective):
+                self._points.append((before, place, "start", event.waits))
+                continue
+            if event.waits:
+                self._points.append((before, place, "wait", event.waits))
+            self._order.append(place)
+            if event.reads_value:
+                self._points.append((before + 1, place, "read", ()))
+        self._points.append((len(self._order), len(self.events), "end", ()))
+        self._ends = numpy.array([point[0] for point in self._points], dtype=int)
+
+    def precisions(self) -> set[str]:
+        """Return the dtypes of which the time needs a peak."""
+        return {precision for kind, precision in self._rates if kind != ELEMENTWISE}
+
+    def kernel_seconds(self, machine: Machine) -> "numpy.ndarray":
+        """Return the seconds of each kernel on the device: the longer of its FLOPs and its bytes."""
+        rates = numpy.array([_flops_per_s(machine, *rate) for rate in self._rates])
+        computing = self._flops / rates[self._rate]
+        products = self._sizes > 0
+        computing[products] *= 1 + machine.product_half_size / self._sizes[products]
+        moving = self._bytes / (machine.gb_per_s * 1e9 * machine.bandwidth_share)
+        return numpy.maximum(numpy.maximum(computing, moving), machine.kernel_us * 1e-6)
+
+    def simulate(self, machine: Machine) -> SimulatedStep:
+        """Return the time of the step on a machine."""
+        seconds = self.kernel_seconds(machine)
+        host_s = machine.host_us * 1e-6
+        if not machine.runs_ahead:
+            seconds = seconds + host_s
+        done = numpy.concatenate([[0.0], numpy.cumsum(seconds)])
+        by_kind = dict(zip(_COMPUTED, numpy.bincount(self._kind, seconds, len(_COMPUTED)).tolist(), strict=True))
+        by_kind |= dict.fromkeys(KINDS[4:], 0.0)
+        started = numpy.array(self._order, dtype=float) * (host_s if machine.runs_ahead else 0.0)
+        run = _Streams(self, machine, by_kind, host_s if machine.runs_ahead else 0.0)
+        run.lead = started - done[:-1]  # when the host starts a kernel, less the kernels before it
+        run.done = done
+        return run.run(self._points)
+
+
+def _kind_of_time(kernel: Kernel) -> str:
+    if kernel.phase == "optimizer step":
+        return "optimizer"
+    return ATTENTION if kernel.kind == ATTENTION_BACKWARD else kernel.kind
+
+
+def _flops_per_s(machine: Machine, kind: str, precision: str) -> float:
+    """Return the FLOP/s that large kernels reach; infinitely many of those that are bound by memory."""
+    if kind == ELEMENTWISE:
+        return float("inf")
+    peak = machine.peak_flops[precision]
+    if kind == PRODUCT:
+        return peak * machine.product_share[precision]
+    return peak * (machine.attention_share if kind == ATTENTION else machine.attention_backward_share)
+
+
+class _Streams:
+    """The clocks of the streams while a step is simulated."""
+
+    lead: "numpy.ndarray"
+    done: "numpy.ndarray"
+
+    def __init__(self, timeline: Timeline, machine: Machine, by_kind: dict[str, float], host_s: float) -> None:
+        self.timeline, self.machine, self.by_kind, self.host_s = timeline, machine, by_kind, host_s
+        self.compute = 0.0  # when the compute stream is free
+        self.late = 0.0  # by how much the host is later than if it never waited
+        self.waited = False  # the host has just waited for the device
+        self.free: dict[str, float] = {}
+        self.spans: dict[int, tuple[float, float]] = {}  # place of a collective → its seconds, when it ends
+        self.gathers: list[int] = []
+        self.taken: dict[int, float] = {}  # place of a gather → when the compute stream has taken it over
+        self.hidden = 0.0
+
+    def run(self, points: Sequence[tuple[int, int, str, tuple[int, ...]]]) -> SimulatedStep:
+        first = 0
+        for end, place, what, waits in points:
+            if end > first:
+                self._compute(first, end)
+                first = end
+            if what == "start":
+                self._start(place)
+            elif what == "wait":
+                for wait in waits:
+                    self._wait(wait)
+            elif what == "read":
+                self.late = max(self.late, self.compute - place * self.host_s)
+                self.waited = True
+        last = max([self.compute, *self.free.values()])
+        self.by_kind[_EXPOSED] += last - self.compute
+        return SimulatedStep(last, self.by_kind, self.hidden)
+
+    def _compute(self, first: int, end: int) -> None:
+        """Run the kernels from ``first`` to ``end`` one after the other, none before the host starts it."""
+        begins = free = self.compute - float(self.done[first])
+        if self.host_s:
+            begins = max(free, float(self.lead[first:end].max()) + self.late)
+        self.by_kind[_WAITING if self.waited else _LAUNCHES] += begins - free
+        self.waited = self.waited and begins == free
+        self.compute = begins + float(self.done[end])
+
+    def _start(self, place: int) -> None:
+        event = self.timeline.events[place]
+        assert isinstance(event, Collective)
+        per_node = self.timeline.devices_per_node
+        seconds = collective_seconds(event.kind, event.nbytes, event.ranks, self.machine, per_node)
+        ready = [place * self.host_s + self.late, self.free.get(event.stream, 0.0)]
+        if event.after >= 0 or not self.machine.runs_ahead:
+            ready.append(self.compute)
+        ready += [self.spans[wait][1] for wait in event.waits]
+        if event.stream == GATHERS:
+            if len(self.gathers) >= _AHEAD:
+                ready.append(self.taken.get(self.gathers[-_AHEAD], 0.0))
+            self.gathers.append(place)
+        self.free[event.stream] = max(ready) + seconds
+        self.spans[place] = seconds, max(ready) + seconds
+
+    def _wait(self, place: int) -> None:
+        """Let the compute stream wait for a collective, which has disturbed it meanwhile."""
+        seconds, end = self.spans[place]
+        if place in self.taken:
+            return
+        hidden = max(0.0, seconds - max(0.0, end - self.compute))
+        disturbed = self.compute + (1 - self.machine.overlap) * hidden
+        self.hidden += hidden
+        self.by_kind[_EXPOSED] += max(disturbed, end) - self.compute
+        self.compute = self.taken[place] = max(disturbed, end)
+
+
+def simulate_step(step: RecordedStep, machine: Machine, devices_per_node: int, tf32: bool = False) -> SimulatedStep:
+    """Return the time of a recorded step on a machine.
+
+    Args:
+        step: what was recorded.
+        machine: its devices and links.
+        devices_per_node: devices of a node.
+        tf32: whether products in float32 use TF32.
+    """
+    most = min(step.micro_batches, MOST_LAID_OUT)
+    simulated = Timeline(lay_out(step, most), devices_per_node, tf32).simulate(machine)
+    if step.micro_batches == most:
+        return simulated
+    shorter = Timeline(lay_out(step, most - 1), devices_per_node, tf32).simulate(machine)
+    return simulated.continued(shorter, step.micro_batches - most)

@@ -1,0 +1,141 @@
+"""What a traced step computes and sends, against closed forms, torch's own count and the formulas of traffic."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import lightning_fasttrain as ft
+from lightning_fasttrain.memory.predict_memory import count_flops, predict_strategies
+from lightning_fasttrain.step_time.add_collectives import add_collectives
+from lightning_fasttrain.step_time.record_step import ELEMENTWISE, PRODUCT, Collective, Kernel, StepRecorder
+from lightning_fasttrain.strategy.traffic import gather_bytes, predict_traffic
+
+
+class CausalBlock(nn.Module):
+    def __init__(self, width=64, heads=4):
+        super().__init__()
+        self.heads = heads
+        self.norm, self.qkv = nn.LayerNorm(width), nn.Linear(width, 3 * width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1))
+        x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        return x + self.down(F.gelu(self.up(x)))
+
+
+def blocks(count=3):
+    return lambda: nn.Sequential(*[CausalBlock() for _ in range(count)])
+
+
+def mean(net, batch):
+    return net(batch).float().mean()
+
+
+X = torch.zeros(2, 32, 64)
+
+
+def recorded(module, batch=X, strategy=None, world=1, fuses=False, **settings):
+    recorder = StepRecorder(fuses)
+    settings = {"loss": mean, "optimizer": torch.optim.AdamW, "precision": "bf16-mixed", **settings}
+    predict_strategies(module, batch, [strategy], world=world, recorder=recorder, **settings)
+    (step,) = recorder.steps
+    return add_collectives(step, recorder.rank)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_flops_are_those_that_torch_counts_with_attention_written_out(device):
+    step = recorded(blocks(), device=device)
+    assert step.model_flops() == count_flops(blocks(), X, loss=mean)
+
+
+def test_causal_attention_is_half_and_recomputation_is_no_flops_of_the_model():
+    plain, recomputed = recorded(blocks()), recorded(blocks(), techniques=[ft.ActivationCheckpointing()])
+    assert recomputed.model_flops() == plain.model_flops()
+    forward = [kernel for kernel in plain.kernels if kernel.op == "_scaled_dot_product_flash_attention (causal)"]
+    assert [kernel.flops for kernel in forward] == 3 * [4 * 2 * 32 * 32 * 64 // 2]
+    again = [kernel for kernel in recomputed.kernels if kernel.phase == "recomputation"]
+    assert sum(kernel.flops for kernel in again) >= sum(kernel.flops for kernel in forward)
+
+
+def test_bytes_in_closed_form_and_views_cost_nothing():
+    def net():
+        return nn.Sequential(nn.Linear(256, 256, bias=False), nn.Tanh(), nn.Flatten(), nn.Linear(256, 256, bias=False))
+
+    def sgd(parameters):
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    square = 256 * 256 * 4
+    settings = {"loss": lambda net, x: net(x).sum(), "precision": "32-true", "optimizer": sgd, "device": "cpu"}
+    step = recorded(net, torch.zeros(256, 256), **settings)
+    kernels = [kernel for kernel in step.kernels if kernel.written >= square]
+    products = [kernel for kernel in kernels if kernel.kind == PRODUCT]
+    # The gradient of a sum is one value, expanded.
+    read = {2 * square, square + 4}
+    assert {kernel.read for kernel in products} == read
+    assert {(kernel.written, kernel.flops) for kernel in products} == {(square, 2 * 256**3)}
+    # Two in the forward; in the backward two of the weights, and one of the input of the last layer.
+    assert len(products) == 5
+    others = [(kernel.op, kernel.read, kernel.written) for kernel in kernels if kernel.kind != PRODUCT]
+    assert others[:2] == [("tanh", square, square), ("tanh_backward", 2 * square, square)]
+    assert {op for op, _, _ in others[2:]} == {"add_"}  # the update of each weight
+    assert products[0].size == pytest.approx(256)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "name", "precision"),
+    [
+        (ft.FSDP2Strategy(), "fsdp2", "bf16-mixed"),
+        ("ddp", "ddp", "32-true"),
+        (ft.ZeROStrategy(1), "zero-1", "bf16-mixed"),
+        (ft.ZeROStrategy(2), "zero-2", "bf16-mixed"),
+        (ft.ZeROStrategy(3), "zero-3", "bf16-mixed"),
+    ],
+)
+def test_collectives_move_what_the_formulas_of_traffic_say(strategy, name, precision):
+    step = recorded(blocks(), strategy=strategy, world=4, precision=precision, accumulate=2)
+    sent = 0
+    for event in step.events:
+        if isinstance(event, Collective):
+            assert event.ranks == (0, 1, 2, 3)
+            sent += gather_bytes(event.nbytes, 4) * (2 if event.kind == "all-reduce" else 1)
+    settings = {"world_size": 4, "precision": precision, "strategies": (name,), "micro_batches": 2}
+    (traffic,) = predict_traffic(blocks()(), torch.optim.AdamW, **settings)
+    assert sent == pytest.approx(traffic.ranks, rel=0.002)
+
+
+def test_each_event_waits_for_earlier_collectives_alone_and_the_update_for_all_reductions():
+    for strategy in (ft.FSDP2Strategy(), ft.ZeROStrategy(3)):
+        step = recorded(blocks(), strategy=strategy, world=4)
+        waited = set()
+        for place, event in enumerate(step.events):
+            assert all(wait < place and isinstance(step.events[wait], Collective) for wait in event.waits)
+            waited.update(event.waits if isinstance(event, Kernel) else ())
+        reductions = {p for p, e in enumerate(step.events) if isinstance(e, Collective) and e.stream == "reductions"}
+        assert reductions
+        assert reductions <= waited
+
+
+def test_compiled_blocks_move_fewer_bytes_for_the_same_flops():
+    batch = torch.zeros(64, 32, 64)
+    plain, fused = recorded(blocks(), batch), recorded(blocks(), batch, fuses=True)
+    assert fused.model_flops() == plain.model_flops()
+    moved = [
+        sum(kernel.read + kernel.written for kernel in step.kernels if kernel.kind == ELEMENTWISE and kernel.module)
+        for step in (plain, fused)
+    ]
+    assert moved[1] < 0.9 * moved[0]
+
+
+def test_what_a_fused_group_frees_is_not_written():
+    class Chain(nn.Module):
+        def forward(self, x):
+            with torch.no_grad():
+                return x.detach().sin().cos().tan()
+
+    net = lambda: nn.Sequential(*[nn.Sequential(Chain(), nn.Linear(64, 64)) for _ in range(2)])  # noqa: E731
+    step = recorded(net, torch.zeros(16, 64), fuses=True, precision="32-true", device="cpu")
+    chains = [kernel for kernel in step.kernels if kernel.op == "fused" and kernel.phase == "forward"]
+    tensor = 16 * 64 * 4
+    assert [(kernel.read, kernel.written) for kernel in chains] == 2 * [(tensor, tensor)]

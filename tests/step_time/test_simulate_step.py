@@ -1,0 +1,144 @@
+"""The streams of a step, against closed forms and against a simulation of one event after the other."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from lightning_fasttrain.step_time.machine import Link, collective_seconds, read_machine
+from lightning_fasttrain.step_time.record_step import Collective, Kernel, RecordedStep
+from lightning_fasttrain.step_time.simulate_step import Timeline, lay_out, simulate_step
+
+A100 = read_machine("A100")
+# 1 byte takes 1 s, and nothing else takes time: a kernel of b bytes takes b seconds.
+SLOW = replace(A100, gb_per_s=1e-9, bandwidth_share=1.0, kernel_us=0.0, host_us=0.0, overlap=1.0)
+SLOW = replace(SLOW, inside=Link(1e-9, 0, 1.0))
+
+
+def kernel(nbytes, waits=(), phase="forward", **settings):
+    return Kernel("x", "element-wise", phase, "", "float32", 0, nbytes, 0, waits=waits, **settings)
+
+
+def gather(nbytes, **settings):
+    """A gather over two ranks, which sends half of it."""
+    return Collective("all-gather", 2 * nbytes, (0, 1), "gathers", **settings)
+
+
+def time_of(events, machine=SLOW):
+    return Timeline(events, 8).simulate(machine)
+
+
+def test_a_gather_is_hidden_behind_what_does_not_need_it():
+    exposed = time_of([gather(5), kernel(3), kernel(4, waits=(0,))])
+    assert (exposed.seconds, exposed.by_kind["exposed communication"], exposed.hidden) == (9, 2, 3)
+    hidden = time_of([gather(2), kernel(3), kernel(4, waits=(0,))])
+    assert (hidden.seconds, hidden.by_kind["exposed communication"], hidden.hidden) == (7, 0, 2)
+
+
+def test_what_overlaps_disturbs_computing():
+    disturbed = time_of([gather(2), kernel(3), kernel(4, waits=(0,))], replace(SLOW, overlap=0.25))
+    assert disturbed.seconds == pytest.approx(7 + 0.75 * 2)
+
+
+def test_no_more_than_two_gathers_are_ahead():
+    events = [gather(1), gather(1), gather(1), kernel(10), kernel(1, waits=(0,)), kernel(1, waits=(1,))]
+    # The third begins when the first is taken over, at 10, and nothing waits for it.
+    assert time_of([*events, kernel(1, waits=(2,))]).seconds == 13
+    assert time_of([*events[:3], kernel(10, waits=(2,))]).seconds == 13
+
+
+def test_a_step_of_small_kernels_takes_what_the_host_needs():
+    machine = replace(SLOW, host_us=1e6)
+    simulated = time_of([kernel(0)] * 10, machine)
+    assert simulated.seconds == 9  # the first starts at once
+    assert simulated.by_kind["launches"] == 9
+    assert time_of([kernel(20), *[kernel(0)] * 10], machine).seconds == 20
+
+
+def test_reading_a_value_makes_the_host_wait():
+    machine = replace(SLOW, host_us=1e6)
+    events = [kernel(20), kernel(0, reads_value=True), kernel(0), kernel(0)]
+    simulated = time_of(events, machine)
+    assert simulated.seconds == 22
+    assert simulated.by_kind["waiting"] + simulated.by_kind["launches"] == 2
+    assert simulated.by_kind["waiting"] > 0
+
+
+def slow_reference(events, machine):
+    """Simulate one event after the other, as the documentation describes the streams."""
+    compute, late, free, ends, gathers, taken = 0.0, 0.0, {}, {}, [], {}
+    host_s = machine.host_us * 1e-6
+    for place, event in enumerate(events):
+        issued = place * host_s + late
+        if isinstance(event, Collective):
+            seconds = collective_seconds(event.kind, event.nbytes, event.ranks, machine, 8)
+            start = max(issued, free.get(event.stream, 0.0), compute if event.after >= 0 else 0.0)
+            if event.stream == "gathers":
+                if len(gathers) > 1:
+                    start = max(start, taken.get(gathers[-2], 0.0))
+                gathers.append(place)
+            ends[place] = free[event.stream] = start + seconds
+            continue
+        for wait in event.waits:
+            if wait not in taken:
+                nbytes = events[wait].nbytes
+                seconds = collective_seconds(events[wait].kind, nbytes, events[wait].ranks, machine, 8)
+                hidden = max(0.0, seconds - max(0.0, ends[wait] - compute))
+                taken[wait] = compute = max(compute + (1 - machine.overlap) * hidden, ends[wait])
+        compute = max(compute, issued) + max(event.read / (machine.gb_per_s * 1e9), machine.kernel_us * 1e-6)
+        if event.reads_value:
+            late = max(late, compute - place * host_s)
+    return max([compute, *free.values()])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_as_one_event_after_the_other(seed):
+    draw = random.Random(seed)
+    events = []
+    for place in range(60):
+        earlier = [p for p, event in enumerate(events) if isinstance(event, Collective)]
+        if draw.random() < 0.2:
+            stream = draw.choice(["gathers", "reductions"])
+            after = place - 1 if events and draw.random() < 0.5 else -1
+            events.append(Collective("all-gather", draw.randrange(9), (0, 1), stream, after))
+        else:
+            waits = tuple(earlier[-1:]) if draw.random() < 0.3 else ()
+            events.append(kernel(draw.randrange(5), waits, reads_value=draw.random() < 0.05))
+    machine = replace(SLOW, host_us=draw.choice([0.0, 1e6, 3e6]), overlap=0.6)
+    simulated = time_of(events, machine)
+    assert simulated.seconds == pytest.approx(slow_reference(events, machine))
+    assert sum(simulated.by_kind.values()) == pytest.approx(simulated.seconds)
+
+
+def accumulated(reduces_each):
+    def micro_batch(reduces):
+        reduction = [Collective("all-reduce", 3, (0, 1), "reductions", after=0)]
+        return [kernel(2), *(reduction if reduces else []), kernel(5, phase="backward")]
+
+    events = [*micro_batch(reduces_each), *micro_batch(True), kernel(4, phase="optimizer step")]
+    return events, len(micro_batch(reduces_each))
+
+
+@pytest.mark.parametrize("reduces_each", [False, True])
+def test_micro_batches_in_the_middle_reduce_as_the_first_does(reduces_each):
+    events, second = accumulated(reduces_each)
+    step = RecordedStep(events, [0, second], len(events) - 1, micro_batches=4)
+    reductions = [event for event in lay_out(step, 4) if isinstance(event, Collective)]
+    assert len(reductions) == (4 if reduces_each else 1)
+    assert simulate_step(step, SLOW, 8).seconds == 4 * 7 + 4
+    assert simulate_step(replace(step, micro_batches=100), SLOW, 8).seconds == pytest.approx(100 * 7 + 4)
+
+
+def test_collectives_in_closed_form():
+    machine = replace(A100, inside=Link(10, 0, 0.5), between=Link(2, 100, 1.0))
+    gb = 10**9
+    assert collective_seconds("all-gather", 8 * gb, range(8), machine, 8) == pytest.approx(7 / 5)
+    assert collective_seconds("all-reduce", 8 * gb, range(8), machine, 8) == pytest.approx(14 / 5)
+    # Four nodes: each receives three quarters, through eight network cards.
+    between = 8 * 3 / 4 / 8 / 2
+    assert collective_seconds("all-gather", 8 * gb, range(32), machine, 8) == pytest.approx(
+        max(8 * 31 / 32 / 5, between) + 4e-4
+    )
+    # One rank of each node, as in a replica group: its card alone.
+    assert collective_seconds("all-gather", 8 * gb, range(0, 32, 8), machine, 8) == pytest.approx(3 + 4e-4)
+    assert collective_seconds("all-gather", gb, [3], machine, 8) == 0
