@@ -116,15 +116,15 @@ def _list(names: Mapping[str, object]) -> str:
 
 # Where only the data sheet is known. Medians of the profiles that are fitted in examples/fit_machines.py.
 USUAL = {
-    "product_half_size": 0.0,
+    "product_half_size": 300.0,
     "attention_share": 0.4,
     "attention_backward_share": 0.35,
-    "bandwidth_share": 0.75,
+    "bandwidth_share": 0.55,
     "kernel_us": 2.0,
-    "host_us": 8.0,
-    "overlap": 0.8,
+    "host_us": 25.0,
+    "overlap": 0.7,
 }
-USUAL_PRODUCT_SHARE = 0.8
+USUAL_PRODUCT_SHARE = 0.72
 _NETWORK = Link(50, 10, 0.7)  # 400 Gbit/s a device, as in NVIDIA's DGX H100
 USUAL_ERROR, USUAL_ERROR_90 = 0.2, 0.4
 _PROFILE = 'pass machine="profile.json", which `fasttrain machine --out profile.json` writes'

@@ -25,6 +25,8 @@ from lightning_fasttrain.step_time.simulate_step import KINDS, SimulatedStep, si
 from lightning_fasttrain.technique import Technique, check_together
 from lightning_fasttrain.technique.declarations import Capability
 
+_CAPTURES = ("reduce-overhead", "max-autotune")  # modes of torch.compile that capture CUDA graphs
+
 
 @dataclass(frozen=True)
 class TimeReport(Report):
@@ -176,8 +178,7 @@ def predict_time(
             explain(f"devices={devices} without strategy=", why, "Pass strategy=FSDP2Strategy(), or 'ddp'")
         )
     techniques, batch = check_together(techniques), batch_of(batch)
-    fuses = any(technique.does(Capability.COMPILES_BLOCKS) for technique in techniques)
-    recorder = StepRecorder(fuses)
+    recorder = recorder_for(techniques)
     (memory,) = predict_strategies(
         module,
         batch,
@@ -194,7 +195,7 @@ def predict_time(
     states = recorder.rank.states
     if states is not None and states.host:
         _refuse_offload(strategy)
-    tf32 = _uses_tf32(techniques)
+    tf32 = uses_tf32(techniques)
     steps = [add_collectives(step, recorder.rank) for step in recorder.steps]
     for step in steps:
         _refuse_unknown_peaks(step, profile, tf32)
@@ -275,7 +276,15 @@ def _refuse_unknown_peaks(step: RecordedStep, machine: Machine, tf32: bool) -> N
             raise ValueError(explain(what, why, way_out))
 
 
-def _uses_tf32(techniques: Sequence[Technique]) -> bool:
+def recorder_for(techniques: Sequence[Technique]) -> StepRecorder:
+    """Return a recorder of a step with these techniques."""
+    compilers = [technique for technique in techniques if technique.does(Capability.COMPILES_BLOCKS)]
+    captures = any(getattr(technique, "mode", None) in _CAPTURES for technique in compilers)
+    return StepRecorder(bool(compilers), captures)
+
+
+def uses_tf32(techniques: Sequence[Technique]) -> bool:
+    """Return whether products in float32 use TF32."""
     chosen = [technique.precision == "tf32" for technique in techniques if isinstance(technique, MatmulPrecision)]
     return chosen[-1] if chosen else torch.backends.cuda.matmul.fp32_precision == "tf32"
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -51,6 +51,7 @@ class Kernel:
         shapes: shapes of the tensors among its arguments; empty for operators on lists of tensors.
         waits: places in the step of the collectives that must be done before it.
         reads_value: whether the host waits for its result, as in ``.item()``.
+        captured: whether it is part of a captured graph, which the host starts as a whole.
     """
 
     op: str
@@ -64,6 +65,7 @@ class Kernel:
     shapes: tuple[tuple[int, ...], ...] = ()
     waits: tuple[int, ...] = ()
     reads_value: bool = False
+    captured: bool = False
 
     @property
     def size(self) -> float:
@@ -145,6 +147,7 @@ class StepRecorder(Recorder):
 
     Args:
         fuses: whether blocks are compiled.
+        captures: whether they are captured graphs, too.
 
     Attributes:
         steps: the last step of each finished trace; there are several where values that code reads are assumed.
@@ -155,8 +158,8 @@ class StepRecorder(Recorder):
     batches: int
     rank: OneRank
 
-    def __init__(self, fuses: bool = False) -> None:
-        self.fuses = fuses
+    def __init__(self, fuses: bool = False, captures: bool = False) -> None:
+        self.fuses, self.captures = fuses, captures
         self.steps: list[RecordedStep] = []
         self._blocks: list[str] = []
         self.begin_step()
@@ -225,6 +228,8 @@ class StepRecorder(Recorder):
         if kernel.op != "all_gather_copy_in":  # FSDP2 runs it in the stream of its gathers
             for owner, _ in into:
                 self._writers[id(owner)] = len(self._step.events)
+        if self.captures and is_inside(kernel.module, self._blocks):
+            kernel = replace(kernel, captured=True)
         self._step.events.append(kernel)
 
     def _enter_phase(self, phase: str) -> None:

@@ -86,13 +86,17 @@ class Timeline:
 
     Args:
         events: kernels and collectives, in the order in which the host starts them.
-        nodes_of: devices of a node.
+        devices_per_node: devices of a node.
         tf32: whether products in float32 use TF32.
+
+    Attributes:
+        launched: how many kernels, graphs and collectives the host starts before each event.
     """
 
     events: Sequence[Event]
     devices_per_node: int
     tf32: bool = False
+    launched: list[int] = field(init=False)
     _points: list[tuple[int, int, str, tuple[int, ...]]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -117,15 +121,21 @@ class Timeline:
     def _find_points(self) -> None:
         """List the places between kernels at which streams wait for one another: (kernels before, event, what)."""
         self._points = []
-        self._order = []  # of each kernel among all events that the host starts
+        self._order = []  # of each kernel among what the host starts
+        self.launched = []  # things that the host starts before each event
+        launched, in_graph = 0, False
         for place, event in enumerate(self.events):
             before = len(self._order)
+            captured = isinstance(event, Kernel) and event.captured
+            launched += 0 if captured and in_graph else 1
+            in_graph = captured
+            self.launched.append(launched - 1)
             if isinstance(event, Collective):
                 self._points.append((before, place, "start", event.waits))
                 continue
             if event.waits:
                 self._points.append((before, place, "wait", event.waits))
-            self._order.append(place)
+            self._order.append(launched - 1)
             if event.reads_value:
                 self._points.append((before + 1, place, "read", ()))
         self._points.append((len(self._order), len(self.events), "end", ()))
@@ -205,7 +215,7 @@ class _Streams:
                 for wait in waits:
                     self._wait(wait)
             elif what == "read":
-                self.late = max(self.late, self.compute - place * self.host_s)
+                self.late = max(self.late, self.compute - self.timeline.launched[place] * self.host_s)
                 self.waited = True
         last = max([self.compute, *self.free.values()])
         self.by_kind[_EXPOSED] += last - self.compute
@@ -225,7 +235,7 @@ class _Streams:
         assert isinstance(event, Collective)
         per_node = self.timeline.devices_per_node
         seconds = collective_seconds(event.kind, event.nbytes, event.ranks, self.machine, per_node)
-        ready = [place * self.host_s + self.late, self.free.get(event.stream, 0.0)]
+        ready = [self.timeline.launched[place] * self.host_s + self.late, self.free.get(event.stream, 0.0)]
         if event.after >= 0 or not self.machine.runs_ahead:
             ready.append(self.compute)
         ready += [self.spans[wait][1] for wait in event.waits]
