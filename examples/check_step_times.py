@@ -3,7 +3,8 @@
     python -m examples.check_step_times --out examples/results/machines
 
 Rungs count whose turns differ by no more than a tenth. Each is predicted from the data sheet; by a profile that is
-fitted on the other rungs of that GPU; and by that of the other GPU, with the peaks of this one.
+fitted on the other rungs of that GPU; and by that of the other GPU, with the peaks of this one. Then rows of
+``other.csv`` in bf16, on which nothing is fitted, are predicted by the profiles; float8 is left out.
 """
 
 import argparse
@@ -17,7 +18,8 @@ from typing import Any
 import torch
 
 import lightning_fasttrain as ft
-from examples.fit_machines import FITTED, Case, Fitted, errors_of, fit, held_out, summarize
+from examples.fit_machines import FITTED, NODE, Case, Fitted, errors_of, fit, held_out, make_case, summarize
+from examples.published_steps import Row, read_rows, record_llama
 from lightning_fasttrain.bench.gpt import GPTModule, size_named
 from lightning_fasttrain.bench.ladder.worker import callbacks_of
 from lightning_fasttrain.core.atomic_write import write_atomic
@@ -27,6 +29,7 @@ from lightning_fasttrain.step_time.predict_time import recorder_for, uses_tf32
 from lightning_fasttrain.step_time.simulate_step import MOST_LAID_OUT, Timeline, lay_out
 
 RESULTS = Path(__file__).parent / "results"
+MACHINES = RESULTS / "machines"
 MOST_NOISE = 0.1
 # The time of copies, of 8-bit kernels and of stochastic rounding is not predicted.
 LEFT_OUT = ("offload", "8-bit", "bf16-alone")
@@ -87,6 +90,42 @@ def report(way: str, errors: Sequence[tuple[float, Case]], found: dict[str, Any]
     print(f"{way}: {summary}\n  {rows}")
 
 
+def other_cases(path: Path) -> list[Case]:
+    """Return the published rows in bf16 of other software, with their recorded steps."""
+    rows = [row for row in read_rows(path) if "float8" not in row["precision"]]
+    return [make_case({**row, "rung": _name(row)}, record_llama(row)) for row in rows]
+
+
+def _name(row: Row) -> str:
+    compiled = "compiled" if row["compiled"] == "yes" else "eager"
+    words = (
+        row["source"],
+        row["model"],
+        row["gpu"],
+        row["layout"],
+        compiled,
+        f"recomputed: {row['recompute'] or 'none'}",
+    )
+    return ", ".join(words)
+
+
+def check_other(path: Path, profiles: dict[str, Machine], found: dict[str, Any]) -> None:
+    """Predict rows that nothing was fitted on, with the memory and the network that they state."""
+    ways = {
+        "other.csv, data sheet × usual shares": {"H100-96GB": read_machine("H100"), "A100-80GB": read_machine("A100")},
+        "other.csv, profiles": profiles,
+    }
+    cases = other_cases(path)
+    for way, machines in ways.items():
+        errors = []
+        for case in cases:
+            machine = machines[case.row["gpu"]]
+            network = replace(machine.between, gb_per_s=float(case.row["node_gbit_s"]) / 8 / NODE)
+            bandwidth = 2400 if case.row["gpu"] == "H100-96GB" else machine.gb_per_s
+            errors += errors_of(replace(machine, between=network, gb_per_s=bandwidth), [case])
+        report(way, errors, found)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", default="machines", help="existing folder for the profiles and ladder_errors.json")
@@ -113,6 +152,8 @@ def main() -> None:
         # The H100's ladder has no rung in TF32.
         common = [case for case in cases[name] if other == "h200" or case.row["rung"] != "tf32"]
         report(f"{name}, by the profile of {other}", errors_of(moved, common), found)
+    a100 = read_machine(Path(options.out) / "mosaic_a100_80gb.json")
+    check_other(MACHINES / "other.csv", {"H100-96GB": profiles["h100"], "A100-80GB": a100}, found)
     assert all(math.isfinite(values["mean"]) for values in found.values())
     print(f"Written: {write_atomic(Path(options.out) / 'ladder_errors.json', json.dumps(found, indent=1))}")
 

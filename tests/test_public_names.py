@@ -29,6 +29,7 @@ COMMANDS = (
     "shard",
     "consolidate",
     "doctor",
+    "machine",
     "techniques",
 )
 

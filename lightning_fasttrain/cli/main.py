@@ -264,6 +264,18 @@ COMMANDS = (
         "the script, and a cure. The script ends after these steps.",
     ),
     Command(
+        "machine",
+        "measure what this machine reaches, for predictions of step times",
+        [
+            option("--out", metavar="FILE", help="JSON file for machine= of ft.predict_time"),
+            option("--device", help="cpu or cuda; default: a GPU where there is one"),
+            _JSON,
+        ],
+        tool_commands.measure_here,
+        "Measure products, attention, element-wise kernels and the host, in about 20 seconds; under torchrun also the "
+        "links between the ranks. Run it on an idle machine.",
+    ),
+    Command(
         "techniques",
         "the table of techniques, those for a goal, or all about one of them",
         [

@@ -1,6 +1,7 @@
 """Subcommands without a model of the user's: the ladder, techniques, schedules, checkpoints, and this machine."""
 
 import argparse
+import os
 from pathlib import Path
 
 from lightning_fasttrain.cli.command import CommandError, refusing
@@ -96,6 +97,21 @@ def write_consolidated(options: argparse.Namespace) -> None:
     print(
         f"Written: {written.path}, {written.tensors} tensors, {written.numel:,} numbers, {size}, from {written.source}"
     )
+
+
+def measure_here(options: argparse.Namespace) -> None:
+    """Run ``fasttrain machine``: what this machine reaches, as data for predictions."""
+    from lightning_fasttrain.cli.command import note, show_report, working
+    from lightning_fasttrain.step_time.measure_machine import measure_machine
+
+    with working("Measuring…"):
+        machine = measure_machine(options.device)
+    if int(os.environ.get("RANK", 0)):
+        return
+    show_report(machine, options.json)
+    if options.out:
+        with refusing(OSError):
+            note(f"Written: {machine.save(options.out)}")
 
 
 def describe_techniques(options: argparse.Namespace) -> None:

@@ -17,7 +17,7 @@ from lightning_fasttrain.core.checks import (
     Share,
     check_arguments,
 )
-from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.messages import Report, ReportTable, explain
 from lightning_fasttrain.core.safe_load import read_json
 from lightning_fasttrain.step_time.accelerators import ACCELERATORS, Accelerator, find_accelerator
 
@@ -46,7 +46,7 @@ class Link:
 
 @check_arguments
 @dataclass(frozen=True)
-class Machine:
+class Machine(Report):
     """The rates that devices and links of a machine reach, as :func:`~lightning_fasttrain.predict_time` uses them.
 
     Args:
@@ -104,6 +104,21 @@ class Machine:
             what = f"peak_flops of {_list(self.peak_flops)} and product_share of {_list(self.product_share)}"
             way_out = 'Name the same dtypes in both, as "bfloat16" and "float32"'
             raise ValueError(explain(what, "each precision has a peak and a share of it", way_out))
+
+    def as_table(self) -> ReportTable:
+        """Build the table of what is reached."""
+        columns = {"": "name", "at best": "number", "reached": "number"}
+        table = ReportTable(f"{self.name}: {self.source}", columns)
+        for dtype, peak in self.peak_flops.items():
+            table.add(f"products in {dtype}, TFLOP/s", f"{peak / 1e12:.4g}", f"{self.product_share[dtype]:.0%}")
+        table.add("half of it at a size of", "", f"{self.product_half_size:.0f}")
+        table.add("attention, of the peak", "", f"{self.attention_share:.0%}")
+        table.add("backward of attention", "", f"{self.attention_backward_share:.0%}")
+        table.add("memory, GB/s", f"{self.gb_per_s:.4g}", f"{self.bandwidth_share:.0%}")
+        table.add("host, µs for a kernel", "", f"{self.host_us:.3g}")
+        for where, link in (("in a node", self.inside), ("between nodes", self.between)):
+            table.add(f"link {where}, GB/s", f"{link.gb_per_s:.4g}", f"{link.share:.0%}")
+        return table
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the machine to a JSON file, which :func:`read_machine` reads."""

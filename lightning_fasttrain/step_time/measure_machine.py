@@ -1,0 +1,234 @@
+"""Measure the machine at hand: products, attention, element-wise kernels, the host, and links between its ranks."""
+
+import functools
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_fasttrain.core.checks import check_arguments
+from lightning_fasttrain.core.device import hardware, time_ms
+from lightning_fasttrain.memory.predict_memory import predict_strategies
+from lightning_fasttrain.step_time.accelerators import ACCELERATORS
+from lightning_fasttrain.step_time.machine import TF32, Link, Machine, machine_of
+from lightning_fasttrain.step_time.record_step import StepRecorder
+from lightning_fasttrain.step_time.simulate_step import Timeline
+
+_SECONDS_EACH = 0.4  # of one measurement, about
+_BYTES = {"cpu": 2**26, "cuda": 2**29}  # of the tensors that element-wise kernels read
+_SIDES = {"cpu": (128, 256, 512, 1024), "cuda": (512, 1024, 2048, 4096, 8192)}
+_UNKNOWN_LINK = Link(1, 100, 1.0)  # gloo on one machine is of this order
+
+
+@check_arguments
+def measure_machine(device: str | None = None) -> Machine:
+    """Measure what a device reaches, in about 15 seconds; where torchrun started several ranks, their link too.
+
+    Products are measured by size, in each precision; attention with its backward; bandwidth as a mean of element-wise
+    kernels; and the host by a step of a small network, whose kernels are counted. Run it on an idle machine.
+
+    Args:
+        device: ``"cpu"`` or ``"cuda"``; by default a GPU where there is one.
+
+    Returns:
+        The machine, for ``machine=`` of :func:`~lightning_fasttrain.predict_time`; all ranks return the same.
+
+    Raises:
+        ValueError: there is no such device.
+
+    Example:
+        >>> machine = measure_machine("cpu")  # doctest: +SKIP
+        >>> machine.save("here.json")  # doctest: +SKIP
+
+    Source:
+        Ours.
+    """
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind not in _BYTES or (kind == "cuda" and not torch.cuda.is_available()):
+        raise ValueError(f"device={device!r}: expected 'cpu', or 'cuda' where there is a GPU. Leave it out.")
+    rank = int(os.environ.get("LOCAL_RANK", 0))
+    place = torch.device(kind, rank % torch.cuda.device_count()) if kind == "cuda" else torch.device("cpu")
+    with _ranks(kind):
+        machine = _measure(place)
+        if dist.is_initialized():
+            everywhere: list[Machine | None] = [machine]
+            dist.broadcast_object_list(everywhere, src=0)
+            assert everywhere[0] is not None
+            machine = everywhere[0]
+    return machine
+
+
+@contextmanager
+def _ranks(kind: str) -> Iterator[None]:
+    """Join the other ranks, if torchrun has started some and they are not joined yet."""
+    joins = int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized()
+    if joins:
+        dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+    try:
+        yield
+    finally:
+        if joins:
+            dist.destroy_process_group()
+
+
+def _measure(device: torch.device) -> Machine:
+    on_cuda = device.type == "cuda"
+    name = str(hardware()["gpu"] if on_cuda else hardware()["cpu"])
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    peaks, halves = {}, {}
+    for word, dtype in dtypes.items():
+        peaks[word], halves[word] = _measure_products(device, dtype)
+    if on_cuda:
+        peaks["float16"] = _measure_products(device, torch.float16)[0]
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("high")
+        peaks[TF32] = _measure_products(device, torch.float32)[0]
+        torch.set_float32_matmul_precision(before)
+    usual = "bfloat16" if on_cuda else "float32"
+    copied, reached = _measure_bandwidth(device)
+    attention, backward = _measure_attention(device, dtypes[usual])
+    memory = hardware()["gpu_memory_gib"] if on_cuda else hardware()["ram_gib"]
+    link, source = _measure_link(device), f"measured here: {name}, torch {torch.__version__}"
+    if link is None:
+        source = f"{source}; links are not measured, which needs ranks: torchrun --nproc-per-node N"
+    inside = between = _UNKNOWN_LINK
+    for accelerator in ACCELERATORS.values():
+        if on_cuda and accelerator.name.split("-")[0] in name:
+            sheet = machine_of(accelerator)
+            inside, between = sheet.inside, sheet.between
+            break
+    machine = Machine(
+        name=name,
+        peak_flops=peaks,
+        product_share=dict.fromkeys(peaks, 1.0),
+        product_half_size=halves[usual],
+        attention_share=min(attention / peaks[usual], 1.0),
+        attention_backward_share=min(backward / peaks[usual], 1.0),
+        gb_per_s=copied,
+        bandwidth_share=min(reached / copied, 1.0),
+        kernel_us=2.0 if on_cuda else 0.0,
+        host_us=0.0,
+        inside=link or inside,
+        between=between,
+        devices_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count() if on_cuda else 8)),
+        overlap=0.7 if on_cuda else 0.0,
+        memory_gib=memory or 1.0,
+        source=source,
+        runs_ahead=on_cuda,
+    )
+    return replace(machine, host_us=_measure_host(device, machine))
+
+
+def _best_seconds(device: torch.device, run: Callable[[], object]) -> float:
+    """Return the least seconds of ``run``, repeated for a while after a first time that warms up."""
+    run()
+    best, until = time_ms(device, run), time.perf_counter() + _SECONDS_EACH
+    while time.perf_counter() < until:
+        best = min(best, time_ms(device, run))
+    return best / 1e3
+
+
+def _draw(device: torch.device, *shape: int, dtype: torch.dtype) -> Tensor:
+    # Distinct values, since products of equal values take less power; the run's generator is not advanced.
+    generator = torch.Generator(device).manual_seed(0)
+    return torch.randn(*shape, device=device, dtype=dtype, generator=generator)
+
+
+def _measure_products(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
+    """Return the FLOP/s of large products, and the size of those that reach half of it."""
+    sides, per_flop = [], []
+    for side in _SIDES[device.type]:
+        one = _draw(device, side, side, dtype=dtype)
+        seconds = _best_seconds(device, lambda one=one: torch.mm(one, one))
+        sides.append(side)
+        per_flop.append(seconds / (2 * side**3))
+    # Seconds of a FLOP are (1 + half / side) / peak. The fastest size decides the peak, and all decide the half.
+    rates, sizes = 1 / numpy.array(per_flop), numpy.array(sides)
+    halves = numpy.linspace(0, sides[1], 65)
+    fastest = int(numpy.argmax(rates))
+    peaks = rates[fastest] * (1 + halves / sizes[fastest])
+    misses = numpy.log(peaks[:, None] / (1 + halves[:, None] / sizes) / rates)
+    best = int(numpy.argmin((misses**2).sum(1)))
+    return float(peaks[best]), float(halves[best])
+
+
+def _measure_attention(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
+    """Return the FLOP/s of causal attention in the forward, and in the backward."""
+    shape = (8, 16, 2048, 64) if device.type == "cuda" else (2, 8, 512, 64)
+    batch, heads, length, width = shape
+    inputs = [_draw(device, *shape, dtype=dtype).requires_grad_() for _ in range(3)]
+    flops = 4 * batch * heads * length**2 * width / 2
+    forward = _best_seconds(device, lambda: F.scaled_dot_product_attention(*inputs, is_causal=True))
+    attended = F.scaled_dot_product_attention(*inputs, is_causal=True)
+    gradient = torch.ones_like(attended)
+    backward = _best_seconds(device, lambda: torch.autograd.grad(attended, inputs, gradient, retain_graph=True))
+    return flops / forward, 2.5 * flops / backward
+
+
+def _measure_bandwidth(device: torch.device) -> tuple[float, float]:
+    """Return the 1e9 bytes/s of a copy, and the mean of element-wise kernels."""
+    values = _draw(device, _BYTES[device.type] // 4096, 1024, dtype=torch.float32)
+    into = torch.empty_like(values)
+    moved = 2 * values.nbytes
+    copied = moved / _best_seconds(device, lambda: into.copy_(values))
+    kernels: list[Callable[[], object]] = [
+        lambda: torch.add(values, 1, out=into),
+        lambda: F.gelu(values),
+        lambda: F.layer_norm(values, (1024,)),
+        lambda: values.to(torch.bfloat16),
+    ]
+    sizes = (moved, moved, moved, moved * 3 // 4)
+    seconds = sum(_best_seconds(device, kernel) for kernel in kernels)
+    return copied / 1e9, sum(sizes) / seconds / 1e9
+
+
+def _measure_host(device: torch.device, machine: Machine) -> float:
+    """Return the µs that the host needs for a kernel, by a step of a network whose kernels have hardly any work."""
+
+    def build() -> nn.Module:
+        layers = [nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU()) for _ in range(32)]
+        return nn.Sequential(*layers)
+
+    def loss(net: nn.Module, batch: Tensor) -> Tensor:
+        return net(batch).mean()
+
+    recorder, batch = StepRecorder(), torch.ones(4, 16)
+    settings = {"loss": loss, "optimizer": torch.optim.AdamW, "device": device.type, "recorder": recorder}
+    predict_strategies(build, batch, [None], **settings)
+    net = build().to(device)
+    optimizer, batch = torch.optim.AdamW(net.parameters()), batch.to(device)
+
+    def step() -> None:
+        loss(net, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    seconds = _best_seconds(device, step)
+    kernels = list(recorder.steps[-1].kernels)
+    if not machine.runs_ahead:
+        seconds -= Timeline(recorder.steps[-1].events, 1).simulate(machine).seconds
+    return max(seconds, 0.0) / len(kernels) * 1e6
+
+
+def _measure_link(device: torch.device) -> Link | None:
+    """Return the link between the ranks, by gathers of little and of much; None where there is one rank."""
+    if not dist.is_initialized() or dist.get_world_size() < 2:
+        return None
+    count = dist.get_world_size()
+    seconds = []
+    for numel in (256, _BYTES[device.type] // 16):
+        shard = torch.ones(numel, device=device)
+        gathered = torch.empty(numel * count, device=device)
+        gather = functools.partial(dist.all_gather_into_tensor, gathered, shard)
+        tries = sorted(time_ms(device, gather) for _ in range(8))
+        seconds.append(tries[len(tries) // 2] / 1e3)
+    little, much = seconds
+    sent = 4 * (_BYTES[device.type] // 16) * (count - 1)
+    return Link(sent / max(much - little, 1e-9) / 1e9, little / (count - 1) * 1e6, 1.0)

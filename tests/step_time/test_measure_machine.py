@@ -1,0 +1,33 @@
+"""The machine at hand, measured."""
+
+import pytest
+import torch
+
+from lightning_fasttrain.core.device import peak_flops
+from lightning_fasttrain.step_time import measure_machine, read_machine
+from lightning_fasttrain.step_time import measure_machine as function
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Each measurement runs twice, on small tensors."""
+    module = __import__(function.__module__, fromlist=["_"])
+    monkeypatch.setattr(module, "_SECONDS_EACH", 0.0)
+    monkeypatch.setattr(module, "_BYTES", {"cpu": 2**20})
+    monkeypatch.setattr(module, "_SIDES", {"cpu": (64, 128, 256)})
+
+
+def test_this_machine_is_measured_and_read_again(quick, tmp_path):
+    machine = measure_machine("cpu")
+    assert set(machine.peak_flops) == {"float32", "bfloat16"}
+    assert not machine.runs_ahead
+    assert machine.source.startswith("measured here: ")
+    assert "links are not measured" in machine.source
+    assert min(machine.peak_flops.values()) > 1e-3 * peak_flops(torch.device("cpu"), torch.float32)
+    assert read_machine(machine.save(tmp_path / "here.json")) == machine
+    assert "products in float32" in str(machine)
+
+
+def test_a_device_that_is_not_here_is_refused():
+    with pytest.raises(ValueError, match="device='tpu': expected 'cpu', or 'cuda' where there is a GPU"):
+        measure_machine("tpu")
