@@ -130,7 +130,7 @@ def _list(names: Mapping[str, object]) -> str:
 
 
 # Where only the data sheet is known. Medians of the profiles that are fitted in examples/fit_machines.py.
-USUAL = {
+USUAL: dict[str, Any] = {
     "product_half_size": 300.0,
     "attention_share": 0.4,
     "attention_backward_share": 0.35,

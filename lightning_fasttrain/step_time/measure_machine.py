@@ -17,7 +17,7 @@ from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.device import hardware, time_ms
 from lightning_fasttrain.memory.predict_memory import predict_strategies
 from lightning_fasttrain.step_time.accelerators import ACCELERATORS
-from lightning_fasttrain.step_time.machine import TF32, Link, Machine, machine_of
+from lightning_fasttrain.step_time.machine import TF32, USUAL, Link, Machine, machine_of
 from lightning_fasttrain.step_time.record_step import StepRecorder
 from lightning_fasttrain.step_time.simulate_step import Timeline
 
@@ -98,6 +98,8 @@ def _measure(device: torch.device) -> Machine:
     link, source = _measure_link(device), f"measured here: {name}, torch {torch.__version__}"
     if link is None:
         source = f"{source}; links are not measured, which needs ranks: torchrun --nproc-per-node N"
+    # Not measured: on a GPU what is usual.
+    taken = {name: USUAL[name] * on_cuda for name in ("kernel_us", "overlap")}
     inside = between = _UNKNOWN_LINK
     for accelerator in ACCELERATORS.values():
         if on_cuda and accelerator.name.split("-")[0] in name:
@@ -113,15 +115,14 @@ def _measure(device: torch.device) -> Machine:
         attention_backward_share=min(backward / peaks[usual], 1.0),
         gb_per_s=copied,
         bandwidth_share=min(reached / copied, 1.0),
-        kernel_us=2.0 if on_cuda else 0.0,
         host_us=0.0,
         inside=link or inside,
         between=between,
-        devices_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count() if on_cuda else 8)),
-        overlap=0.7 if on_cuda else 0.0,
+        devices_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count() or 8)),
         memory_gib=memory or 1.0,
         source=source,
         runs_ahead=on_cuda,
+        **taken,
     )
     return replace(machine, host_us=_measure_host(device, machine))
 
@@ -163,10 +164,10 @@ def _measure_attention(device: torch.device, dtype: torch.dtype) -> tuple[float,
     """Return the FLOP/s of causal attention in the forward, and in the backward."""
     shape = (8, 16, 2048, 64) if device.type == "cuda" else (2, 8, 512, 64)
     batch, heads, length, width = shape
-    inputs = [_draw(device, *shape, dtype=dtype).requires_grad_() for _ in range(3)]
+    inputs = query, key, value = [_draw(device, *shape, dtype=dtype).requires_grad_() for _ in range(3)]
     flops = 4 * batch * heads * length**2 * width / 2
-    forward = _best_seconds(device, lambda: F.scaled_dot_product_attention(*inputs, is_causal=True))
-    attended = F.scaled_dot_product_attention(*inputs, is_causal=True)
+    attend = functools.partial(F.scaled_dot_product_attention, query, key, value, is_causal=True)
+    forward, attended = _best_seconds(device, attend), attend()
     gradient = torch.ones_like(attended)
     backward = _best_seconds(device, lambda: torch.autograd.grad(attended, inputs, gradient, retain_graph=True))
     return flops / forward, 2.5 * flops / backward

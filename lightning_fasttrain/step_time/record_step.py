@@ -13,7 +13,6 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from lightning_fasttrain.core.modules.blocks import find_blocks
-from lightning_fasttrain.core.modules.select import is_inside
 from lightning_fasttrain.memory.allocation_trace import Allocation, AllocationTrace, Call, Recorder
 from lightning_fasttrain.memory.one_rank import OneRank
 
@@ -161,7 +160,7 @@ class StepRecorder(Recorder):
     def __init__(self, fuses: bool = False, captures: bool = False) -> None:
         self.fuses, self.captures = fuses, captures
         self.steps: list[RecordedStep] = []
-        self._blocks: list[str] = []
+        self._compiled: set[str] = set()  # names of the modules in compiled blocks
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -169,11 +168,13 @@ class StepRecorder(Recorder):
         self._phase = ""
         self._writers: dict[int, int] = {}  # allocation → place of the kernel that wrote it last
         self._pending: dict[int, int] = {}  # allocation → place of the collective that fills it
+        self._last_reduction: int | None = None
         self._fused: _FusedGroup | None = None
 
     def watch(self, model: nn.Module) -> None:
         if self.fuses:
-            self._blocks = list(find_blocks(model))
+            for name, block in find_blocks(model).items():
+                self._compiled.update(inner for inner, _ in block.named_modules(prefix=name))
 
     def finish(self, micro_batches: int, batches: int, rank: object) -> None:
         assert isinstance(rank, OneRank)
@@ -208,8 +209,7 @@ class StepRecorder(Recorder):
         name = func.overloadpacket.__name__
         reads, writes = _find_moved(call, result)
         kind, flops = _count_flops(call, result)
-        owners = [(trace.allocation_of(tensor), nbytes) for tensor, nbytes in reads]
-        into = [(trace.allocation_of(tensor), nbytes) for tensor, nbytes in writes]
+        owners, into = _find_owners(trace, reads), _find_owners(trace, writes)
         waits = self._find_waits(name, owners, into, phase)
         if self._fuse(kind, module, phase, owners, into, waits):
             return
@@ -221,14 +221,14 @@ class StepRecorder(Recorder):
         dtype = str(typed[0].dtype).removeprefix("torch.") if typed else ""
         if kind in (ATTENTION, ATTENTION_BACKWARD) and _is_causal(call):
             flops, name = flops // 2, f"{name}{_CAUSAL}"
-        read, written = _total(owners), _total(into)
+        read, written = _total(reads), _total(writes)
         self._append(Kernel(name, kind, phase, module, dtype, flops, read, written, shapes, waits), into)
 
     def _append(self, kernel: Kernel, into: "Owned") -> None:
         if kernel.op != "all_gather_copy_in":  # FSDP2 runs it in the stream of its gathers
             for owner, _ in into:
                 self._writers[id(owner)] = len(self._step.events)
-        if self.captures and is_inside(kernel.module, self._blocks):
+        if self.captures and kernel.module in self._compiled:
             kernel = replace(kernel, captured=True)
         self._step.events.append(kernel)
 
@@ -236,7 +236,7 @@ class StepRecorder(Recorder):
         if phase == self._phase:
             return
         self._close_group()
-        if phase == "forward" and self._phase != "forward":
+        if phase == "forward":
             self._step.starts.append(len(self._step.events))
         if phase == "optimizer step":
             self._step.update = len(self._step.events)
@@ -254,9 +254,8 @@ class StepRecorder(Recorder):
             else:
                 waits.add(place)
         # FSDP2 fills the input of a reduction when the one before is done.
-        if name == "chunk_cat":
-            earlier = range(len(self._step.events) - 1, -1, -1)
-            waits.update([place for place in earlier if self._stream_of(place) == REDUCTIONS][:1])
+        if name == "chunk_cat" and self._last_reduction is not None:
+            waits.add(self._last_reduction)
         return tuple(sorted(waits))
 
     def _stream_of(self, place: int) -> str:
@@ -276,13 +275,15 @@ class StepRecorder(Recorder):
             stream = GATHERS
         place = len(self._step.events)
         with torch._C.DisableTorchFunction():
-            sources = [id(trace.allocation_of(tensor)) for tensor in inputs]
+            sources = [id(owner) for owner, _ in _find_owners(trace, _measure(inputs))]
             after = max((self._writers.get(source, -1) for source in sources), default=-1)
             waits = {self._pending[source] for source in sources if source in self._pending}
             # The unsharded tensor is the input or the output, and one of several arguments.
             sides = (inputs[:1], inputs[1:], outputs)
             nbytes = max(_total(_measure(side)) for side in sides)
-            self._pending.update((id(trace.allocation_of(tensor)), place) for tensor in outputs)
+            self._pending.update((id(owner), place) for owner, _ in _find_owners(trace, _measure(outputs)))
+        if stream == REDUCTIONS:
+            self._last_reduction = place
         self._step.events.append(Collective(kind, nbytes, _ranks_of(args), stream, after, tuple(sorted(waits))))
 
     def _fuse(
@@ -295,7 +296,7 @@ class StepRecorder(Recorder):
         waits: tuple[int, ...],
     ) -> bool:
         """Add a kernel to the open group, if its block is compiled; return whether it was."""
-        inside = self.fuses and kind == ELEMENTWISE and is_inside(module, self._blocks)
+        inside = kind == ELEMENTWISE and module in self._compiled
         if not inside or waits:
             self._close_group()
             return False
@@ -312,12 +313,18 @@ class StepRecorder(Recorder):
         if self._fused is None:
             return
         group, self._fused = self._fused, None
-        kept = [(owner, nbytes) for owner, nbytes in group.written.values() if owner is None or owner.alive]
+        kept = [(owner, nbytes) for owner, nbytes in group.written.values() if owner.alive]
         read = sum(group.read.values())
         self._append(Kernel("fused", ELEMENTWISE, group.phase, group.module, "", 0, read, _total(kept)), kept)
 
 
-Owned = Sequence[tuple[Allocation | None, int]]  # allocations with the bytes that are read or written
+Owned = Sequence[tuple[Allocation, int]]  # allocations with the bytes that are read or written
+
+
+def _find_owners(trace: AllocationTrace, moved: "Moved") -> Owned:
+    """Return the allocations of tensors that were traced."""
+    owners = ((trace.allocation_of(tensor), nbytes) for tensor, nbytes in moved)
+    return [(owner, nbytes) for owner, nbytes in owners if owner is not None]
 
 
 def _total(moved: Sequence[tuple[object, int]]) -> int:
@@ -331,7 +338,7 @@ class _FusedGroup:
     phase: str
     module: str
     read: dict[int, int] = field(default_factory=dict)
-    written: dict[int, tuple[Allocation | None, int]] = field(default_factory=dict)
+    written: dict[int, tuple[Allocation, int]] = field(default_factory=dict)
 
 
 @cache

@@ -19,7 +19,15 @@ from lightning_fasttrain.step_time.record_step import (
     RecordedStep,
 )
 
-KINDS = ("products", "attention", "element-wise", "optimizer", "exposed communication", "launches", "waiting")
+KINDS: tuple[str, ...] = (
+    "products",
+    "attention",
+    "element-wise",
+    "optimizer",
+    "exposed communication",
+    "launches",
+    "waiting",
+)
 """Kinds of time, which add up to that of the step."""
 _COMPUTED = KINDS[:4]
 _EXPOSED, _LAUNCHES, _WAITING = KINDS[4:]
@@ -161,8 +169,8 @@ class Timeline:
         if not machine.runs_ahead:
             seconds = seconds + host_s
         done = numpy.concatenate([[0.0], numpy.cumsum(seconds)])
-        by_kind = dict(zip(_COMPUTED, numpy.bincount(self._kind, seconds, len(_COMPUTED)).tolist(), strict=True))
-        by_kind |= dict.fromkeys(KINDS[4:], 0.0)
+        computed = numpy.bincount(self._kind, seconds, len(KINDS))
+        by_kind: dict[str, float] = dict(zip(KINDS, computed.tolist(), strict=True))
         started = numpy.array(self._order, dtype=float) * (host_s if machine.runs_ahead else 0.0)
         run = _Streams(self, machine, by_kind, host_s if machine.runs_ahead else 0.0)
         run.lead = started - done[:-1]  # when the host starts a kernel, less the kernels before it

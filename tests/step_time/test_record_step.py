@@ -139,3 +139,23 @@ def test_what_a_fused_group_frees_is_not_written():
     chains = [kernel for kernel in step.kernels if kernel.op == "fused" and kernel.phase == "forward"]
     tensor = 16 * 64 * 4
     assert [(kernel.read, kernel.written) for kernel in chains] == 2 * [(tensor, tensor)]
+
+
+def test_replicas_gather_within_and_sum_over_them():
+    step = recorded(blocks(), strategy=ft.FSDP2Strategy(replicas=2), world=8)
+    found = {(event.kind, event.ranks) for event in step.events if isinstance(event, Collective)}
+    assert found == {
+        ("all-gather", (0, 1, 2, 3)),
+        ("reduce-scatter", (0, 1, 2, 3)),
+        ("all-reduce", (0, 4)),
+    }
+
+
+def test_lengths_that_depend_on_values_give_a_range():
+    def loss(net, batch):
+        return net(batch[batch.sum(-1) > 0]).float().sum()
+
+    report = ft.predict_time(
+        lambda: nn.Sequential(nn.Linear(4096, 4096)), torch.zeros(8192, 4096), loss=loss, optimizer=torch.optim.AdamW
+    )
+    assert report.low < 0.5 * report.seconds
