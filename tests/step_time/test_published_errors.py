@@ -1,0 +1,51 @@
+"""The figures of the docs are those of the files that the scripts wrote, and the profiles hold their own errors."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from lightning_fasttrain.step_time import read_machine
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "examples" / "results" / "machines"
+PUBLISHED, LADDER = (json.loads((FOLDER / name).read_text()) for name in ("errors.json", "ladder_errors.json"))
+PAGE = (ROOT / "docs" / "api" / "step_time.md").read_text()
+ROWS = re.findall(r"^\| (.+) \| (.+) \| (\d+) \| ([\d.]+%) \| ([\d.]+%) \|$", PAGE, flags=re.MULTILINE)
+LADDERS = {"ladder on an H200": "h200", "ladder on an H100": "h100", "`other.csv`": "other.csv"}
+
+
+def written(what, how):
+    if what in LADDERS:
+        return LADDER[f"{LADDERS[what]}, {how}"]
+    return PUBLISHED[what.removeprefix("of these, ").replace("`mpt.csv`", "all")][how]
+
+
+def test_the_table_is_that_of_the_files():
+    assert len(ROWS) == 12 + len(LADDER)
+    for what, how, number, mean, most in ROWS:
+        values = written(what, how)
+        assert (number, mean, most) == (str(values["rows"]), f"{values['mean']:.1%}", f"{values['90% below']:.1%}")
+
+
+def test_the_goals_hold_on_rows_that_were_held_out():
+    for way in ("one half held out", "whole sizes held out"):
+        assert PUBLISHED["all"][way]["mean"] <= 0.05
+        assert PUBLISHED["all"][way]["90% below"] <= 0.10
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("mosaic_h100", PUBLISHED["H100-80GB"]["one half held out"]),
+        ("mosaic_a100_80gb", PUBLISHED["A100-80GB"]["one half held out"]),
+        ("mosaic_a100_40gb", PUBLISHED["A100-40GB"]["one half held out"]),
+        ("h200", LADDER["h200, fitted on the other rungs"]),
+        ("h100", LADDER["h100, fitted on the other rungs"]),
+    ],
+)
+def test_a_fitted_profile_holds_its_error(name, error):
+    machine = read_machine(FOLDER / f"{name}.json")
+    assert (machine.error, machine.error_90) == (error["mean"], error["90% below"])
+    assert f"{error['mean']:.1%}" in machine.source
