@@ -59,69 +59,36 @@ _B300 = (
     "inside-nvidia-blackwell-ultra-the-chip-powering-the-ai-factory-era/; products: an eighth of NVIDIA HGX B300, dense"
 )
 
+_H200 = f"NVIDIA H200 data sheet, SXM, dense, {_SITE}/h200/"
+_B200 = f"NVIDIA DGX B200 data sheet, an eighth of it, dense, {_SITE}/dgx-b200/"
+_L40S = f"NVIDIA L40S data sheet, {_SITE}/l40s/"
+_BLACKWELL = "NVIDIA RTX Blackwell GPU architecture white paper, sums in FP32"
+_ADA = "NVIDIA Ada GPU architecture white paper, sums in FP32"
+_AMPERE = "NVIDIA Ampere GA102 GPU architecture white paper, sums in FP32"
+_BF16, _FP16, _PCIE = "bfloat16", "float16", 32
+
+# name, FLOP/s, GiB, 1e9 bytes/s, watts, source, dtype, FLOP/s in float32, 1e9 bytes/s to neighbours
 _TABLE = (
-    Accelerator("B300", 2250e12, 288, 8000, 1400, _B300, link_gb_per_s=900),
-    Accelerator(
-        "B200",
-        2250e12,
-        180,
-        8000,
-        1000,
-        f"NVIDIA DGX B200 data sheet, an eighth of it, dense, {_SITE}/dgx-b200/",
-        link_gb_per_s=900,
-    ),
-    Accelerator(
-        "H200",
-        989.4e12,
-        141,
-        4800,
-        700,
-        f"NVIDIA H200 data sheet, SXM, dense, {_SITE}/h200/",
-        float32_flops=67e12,
-        link_gb_per_s=450,
-    ),
-    Accelerator("H100-SXM", 989.4e12, 80, 3350, 700, _H100, float32_flops=67e12, link_gb_per_s=450),
-    Accelerator("H100-PCIe", 756e12, 80, 2000, 350, _H100, float32_flops=51e12, link_gb_per_s=64),
-    Accelerator("A100-80GB-SXM", 312e12, 80, 2039, 400, _A100, float32_flops=19.5e12, link_gb_per_s=300),
-    Accelerator("A100-80GB-PCIe", 312e12, 80, 1935, 300, _A100, float32_flops=19.5e12),
-    Accelerator("A100-40GB-SXM", 312e12, 40, 1555, 400, _A100, float32_flops=19.5e12, link_gb_per_s=300),
-    Accelerator("A100-40GB-PCIe", 312e12, 40, 1555, 250, _A100, float32_flops=19.5e12),
-    Accelerator("L40S", 362.05e12, 48, 864, 350, f"NVIDIA L40S data sheet, {_SITE}/l40s/", float32_flops=91.6e12),
-    Accelerator("L40", 181.05e12, 48, 864, 300, f"NVIDIA L40 data sheet, {_SITE}/l40/", float32_flops=90.5e12),
-    Accelerator("L4", 121e12, 24, 300, 72, f"NVIDIA L4 data sheet, dense, {_SITE}/l4/", float32_flops=30.3e12),
-    Accelerator("A40", 149.7e12, 48, 696, 300, f"NVIDIA A40 data sheet, {_SITE}/a40/", float32_flops=37.4e12),
+    Accelerator("B300", 2250e12, 288, 8000, 1400, _B300, _BF16, None, 900),
+    Accelerator("B200", 2250e12, 180, 8000, 1000, _B200, _BF16, None, 900),
+    Accelerator("H200", 989.4e12, 141, 4800, 700, _H200, _BF16, 67e12, 450),
+    Accelerator("H100-SXM", 989.4e12, 80, 3350, 700, _H100, _BF16, 67e12, 450),
+    Accelerator("H100-PCIe", 756e12, 80, 2000, 350, _H100, _BF16, 51e12, 64),
+    Accelerator("A100-80GB-SXM", 312e12, 80, 2039, 400, _A100, _BF16, 19.5e12, 300),
+    Accelerator("A100-80GB-PCIe", 312e12, 80, 1935, 300, _A100, _BF16, 19.5e12, _PCIE),
+    Accelerator("A100-40GB-SXM", 312e12, 40, 1555, 400, _A100, _BF16, 19.5e12, 300),
+    Accelerator("A100-40GB-PCIe", 312e12, 40, 1555, 250, _A100, _BF16, 19.5e12, _PCIE),
+    Accelerator("L40S", 362.05e12, 48, 864, 350, _L40S, _BF16, 91.6e12, _PCIE),
+    Accelerator("L40", 181.05e12, 48, 864, 300, f"NVIDIA L40 data sheet, {_SITE}/l40/", _BF16, 90.5e12, _PCIE),
+    Accelerator("L4", 121e12, 24, 300, 72, f"NVIDIA L4 data sheet, dense, {_SITE}/l4/", _BF16, 30.3e12, _PCIE),
+    Accelerator("A40", 149.7e12, 48, 696, 300, f"NVIDIA A40 data sheet, {_SITE}/a40/", _BF16, 37.4e12, _PCIE),
     Accelerator("A10G", 70e12, 24, 600, None, _A10G),
-    Accelerator("V100", 125e12, 32, 900, 300, _V100, "float16", float32_flops=15.7e12, link_gb_per_s=150),
-    Accelerator("T4", 65e12, 16, 320, 70, _T4, "float16", float32_flops=8.1e12, link_gb_per_s=16),
-    Accelerator(
-        "RTX5090",
-        209.5e12,
-        32,
-        1792,
-        575,
-        "NVIDIA RTX Blackwell GPU architecture white paper, sums in FP32",
-        float32_flops=104.8e12,
-        link_gb_per_s=64,
-    ),
-    Accelerator(
-        "RTX4090",
-        165.2e12,
-        24,
-        1008,
-        450,
-        "NVIDIA Ada GPU architecture white paper, sums in FP32",
-        float32_flops=82.6e12,
-    ),
-    Accelerator(
-        "RTX3090",
-        71e12,
-        24,
-        936,
-        350,
-        "NVIDIA Ampere GA102 GPU architecture white paper, sums in FP32",
-        float32_flops=35.6e12,
-    ),
-    Accelerator("MI300X", 1307.4e12, 192, 5300, 750, _MI300X, float32_flops=163.4e12, link_gb_per_s=448),
+    Accelerator("V100", 125e12, 32, 900, 300, _V100, _FP16, 15.7e12, 150),
+    Accelerator("T4", 65e12, 16, 320, 70, _T4, _FP16, 8.1e12, 16),
+    Accelerator("RTX5090", 209.5e12, 32, 1792, 575, _BLACKWELL, _BF16, 104.8e12, 64),
+    Accelerator("RTX4090", 165.2e12, 24, 1008, 450, _ADA, _BF16, 82.6e12, _PCIE),
+    Accelerator("RTX3090", 71e12, 24, 936, 350, _AMPERE, _BF16, 35.6e12, _PCIE),
+    Accelerator("MI300X", 1307.4e12, 192, 5300, 750, _MI300X, _BF16, 163.4e12, 448),
 )
 ACCELERATORS = {accelerator.name: accelerator for accelerator in _TABLE}
 """Accelerators by name; each names the data sheet of its values."""
