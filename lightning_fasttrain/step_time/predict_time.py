@@ -17,7 +17,7 @@ from lightning_fasttrain.memory.fake_step import Factory
 from lightning_fasttrain.memory.memory_report import MemoryReport
 from lightning_fasttrain.memory.one_rank import OneRank, ShardsFakeModel
 from lightning_fasttrain.memory.predict_memory import PREDICTED_PRECISIONS, Loss, predict_strategies
-from lightning_fasttrain.model import MatmulPrecision
+from lightning_fasttrain.model import ActivationOffload, MatmulPrecision
 from lightning_fasttrain.step_time.add_collectives import add_collectives
 from lightning_fasttrain.step_time.machine import TF32, Machine, read_machine
 from lightning_fasttrain.step_time.record_step import PRODUCT, RecordedStep, StepRecorder
@@ -150,7 +150,7 @@ def predict_time(
 
     Raises:
         ValueError: an unknown ``gpu`` or precision, nodes that do not divide the devices, a precision without a peak,
-            a strategy that offloads, or as for :func:`~lightning_fasttrain.predict_memory`.
+            a strategy or technique that offloads, or as for :func:`~lightning_fasttrain.predict_memory`.
         TypeError: as there.
 
     Example:
@@ -170,8 +170,11 @@ def predict_time(
     one_of("precision", precision, PREDICTED_PRECISIONS)
     profile = read_machine(gpu if machine is None else machine)
     _refuse_uneven(devices, nodes)
+    offloading = [technique for technique in techniques if isinstance(technique, ActivationOffload)]
     if isinstance(strategy, ShardsFakeModel) and strategy.offloads:
-        _refuse_offload(strategy)
+        offloading = [strategy, *offloading]
+    if offloading:
+        _refuse_offload(offloading[0])
     if strategy is None and devices > 1:
         why = "the strategy decides what each device computes and sends"
         raise ValueError(
@@ -261,9 +264,9 @@ def _refuse_uneven(devices: int, nodes: int) -> None:
         raise ValueError(explain(f"devices={devices} in nodes={nodes}", why, f"Use {nearest}"))
 
 
-def _refuse_offload(strategy: object) -> None:
+def _refuse_offload(offloading: object) -> None:
     why = "the time of copies to host memory is not predicted"
-    raise ValueError(explain(f"{type(strategy).__name__} with offload", why, "Predict it without offload"))
+    raise ValueError(explain(f"{type(offloading).__name__} with offload", why, "Predict it without offload"))
 
 
 def _refuse_unknown_peaks(step: RecordedStep, machine: Machine, tf32: bool) -> None:

@@ -199,8 +199,8 @@ class StepRecorder(Recorder):
         elif func is not _READ:
             with torch._C.DisableTorchFunction():
                 self._note_kernel(trace, call, result, phase, module)
-        # The counts of steps that optimizers read are in host memory.
-        elif phase != "optimizer step":
+        # The counts of steps that optimizers read, some in the backward, are in host memory.
+        elif phase == "forward":
             self._close_group()
             self._step.events.append(Kernel("item", ELEMENTWISE, phase, module, "", 0, 0, 0, reads_value=True))
 

@@ -72,6 +72,16 @@ def test_a_slower_network_takes_longer_and_recomputation_takes_longer():
     assert recomputed.flops == plain.flops
 
 
+def test_an_optimizer_in_the_backward_reads_its_counts_without_waiting():
+    def loss(net, batch):
+        value = net(batch).float().sum()
+        value.item()
+        return value
+
+    assert predicted(techniques=[ft.OptimizerInBackward()]).by_kind["waiting"] == 0
+    assert predicted(loss=loss).by_kind["waiting"] > 0
+
+
 def test_tf32_is_used_where_the_technique_asks_for_it():
     batch = torch.zeros(8192, 256)
     plain = predicted(batch=batch, precision="32-true")
@@ -89,6 +99,7 @@ def test_tf32_is_used_where_the_technique_asks_for_it():
         ({"gpu": "B200", "precision": "32-true"}, r"float32 on B200: .*bfloat16, float16, tf32"),
         ({"gpu": "T4"}, r"bfloat16 on T4: .*float16"),
         ({"devices": 2, "strategy": ft.FSDP2Strategy(offload="cpu")}, r"FSDP2Strategy with offload"),
+        ({"techniques": [ft.ActivationOffload()]}, r"ActivationOffload with offload"),
         ({"devices": 2, "strategy": ft.ZeROStrategy("3+offload")}, r"ZeROStrategy with offload"),
     ],
 )
