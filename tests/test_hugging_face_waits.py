@@ -22,7 +22,7 @@ from transformers import (
 )
 
 import lightning_fasttrain as ft
-from tests.support.device_calls import DeviceCalls
+from tests.support.device_calls import STAND_IN, DeviceCalls
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Total length of")]
 
@@ -130,6 +130,8 @@ def without_cudnn(monkeypatch):
 def test_a_step_of_a_hugging_face_model_waits_for_nothing(name, mask, techniques):
     if name == "vit" and mask != "no mask":
         pytest.skip("images have no mask")
+    if STAND_IN and name == "t5" and techniques == "ActivationCheckpointing":
+        pytest.skip("norms of weights, which show whether a forward writes to them, are those of no values")
     batches = [batch_of(name, mask) for _ in range(STEP + 3)]
     pinned = [{key: value.pin_memory() for key, value in batch.items()} for batch in batches]
     run_to_counted_step(MODELS[name](), pinned, TECHNIQUES[techniques]())  # a wait is an error
