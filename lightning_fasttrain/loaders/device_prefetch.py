@@ -1,7 +1,7 @@
 """Fetch batches ahead, and copy the next one to the device while the current one is computed."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 import lightning as L
@@ -9,13 +9,13 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
+from lightning_fasttrain.core.batch.host_copies import Transfers
 from lightning_fasttrain.core.checks import check_arguments
+from lightning_fasttrain.core.host.host_answers import answer_on_host, deciding_masks_on_host
 from lightning_fasttrain.core.host.loader_wrapper import WrappedLoader
 from lightning_fasttrain.core.messages import explain, note_once, warn
-from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch, undo_all
 from lightning_fasttrain.technique import Setting, Technique
 from lightning_fasttrain.technique.declarations import Facts, PredictedStep
 
@@ -66,6 +66,9 @@ def prefetch_to_device(iterable: Iterable[object], device: torch.device | str) -
     copy overlaps only if the batches are in pinned memory (``DataLoader(pin_memory=True)``). On a CPU batches pass
     through unchanged and nothing is fetched ahead.
 
+    The values of token ids, masks and labels stay known on the host, where Hugging Face's models and ``MicroBatching``
+    read masks, lengths and target counts while the loop runs, instead of waiting for the device in each forward.
+
     Args:
         iterable: usually a ``DataLoader``. Its attributes (``dataset``, ``sampler``, ``__len__``…) are forwarded; if it
             has ``state_dict``, the returned state is that of the last batch yielded, not of the one fetched ahead.
@@ -103,21 +106,23 @@ class DevicePrefetcher(AheadLoader):
             return
         stream = _side_stream(self.device) if self.device.type == "cuda" else None
         ahead: list[Any] = []
-        for batch in self.inner:
-            ahead.append(self._start_copy(batch, stream))
-            if len(ahead) > 1:
-                yield self._finish_copy(*ahead.pop(0))
-        for item in ahead:
-            yield self._finish_copy(*item)
+        with deciding_masks_on_host():
+            for batch in self.inner:
+                ahead.append(self._start_copy(batch, stream))
+                if len(ahead) > 1:
+                    yield self._finish_copy(*ahead.pop(0))
+            for item in ahead:
+                yield self._finish_copy(*item)
 
     def _start_copy(self, batch: object, stream: "torch.cuda.Stream | None") -> tuple[Any, Any, Any, Any]:
         state = self._state_now()  # after this batch and before the next one is read
         if stream is None:
-            return move_data_to_device(batch, self.device), None, None, state
+            with Transfers(self.device):
+                return move_data_to_device(batch, self.device), None, None, state
         if self._in_turn:
             # Types without record_stream may occupy the memory that this copy uses, and still be in use.
             stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream), _Copies(self.device) as copies:
+        with torch.cuda.stream(stream), Transfers(self.device) as copies:
             moved = move_data_to_device(batch, self.device)
             event = stream.record_event()
         self._check_pinned(copies)
@@ -135,7 +140,7 @@ class DevicePrefetcher(AheadLoader):
         self._hand_out(state)
         return moved
 
-    def _check_pinned(self, copies: "_Copies") -> None:
+    def _check_pinned(self, copies: "Transfers") -> None:
         if self._pinned is None:
             self._pinned = all(map(Tensor.is_pinned, copies.sources))
             if not self._pinned:
@@ -155,43 +160,11 @@ class StatefulDevicePrefetcher(StatefulAheadLoader, DevicePrefetcher):
     """A prefetcher over a loader that can resume."""
 
 
-class _Copies(TorchDispatchMode):
-    """Records the tensors that a transfer copies and creates.
-
-    Any object may define its own ``to``, so walking the batch cannot find all its tensors.
-
-    Attributes:
-        sources: tensors in host memory that were copied to the device.
-        made: tensors that were created on the device.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self.device = device
-        self.sources: list[Tensor] = []
-        self.made: list[Tensor] = []
-
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., object],
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        made = _list_tensors_on(self.device.type, result)
-        self.made += made
-        if made:
-            self.sources += _list_tensors_on("cpu", args)
-        return result
-
-
-def _list_tensors_on(device_type: str, tree: object) -> list[Tensor]:
-    return [leaf for leaf in tree_iter(tree) if isinstance(leaf, Tensor) and leaf.device.type == device_type]
-
-
 class DevicePrefetch(Technique):
     """Copy the next batch to the device while the current one is computed, for every loader of the run.
+
+    Masks, lengths and target counts are then read on the host: see
+    :func:`~lightning_fasttrain.loaders.prefetch_to_device`.
 
     Acts where the strategy processes its loaders. ``Precision.convert_input`` and ``on_after_batch_transfer`` then see
     tensors that are already on the device; a module or datamodule that overrides ``on_before_batch_transfer`` or
@@ -243,4 +216,6 @@ class DevicePrefetch(Technique):
             inner: Any = process(loader)
             return prefetch_to_device(inner, device)
 
-        return patch(trainer.strategy, "process_dataloader", prefetch_loader)
+        return undo_all(
+            [answer_on_host(trainer, pl_module), patch(trainer.strategy, "process_dataloader", prefetch_loader)]
+        )

@@ -24,6 +24,7 @@ from torchmetrics import Metric
 from lightning_fasttrain.core.batch.leaves import batch_size, can_be_cut, pick_rows, split_batch
 from lightning_fasttrain.core.device import AsyncReading
 from lightning_fasttrain.core.distributed import is_sharded
+from lightning_fasttrain.core.host.host_answers import answer_on_host
 from lightning_fasttrain.core.host.lightning import (
     BackwardHooks,
     accumulation_continues,
@@ -353,11 +354,15 @@ class BatchClosures:
         closures = replaced_closures(trainer)
         if not isinstance(closures, cls):
             closures = cls(trainer)
+        end_answers: Undo = lambda: None  # noqa: E731
+        if trainer.strategy.root_device.type != "cpu":
+            end_answers = answer_on_host(trainer, pl_module)
         search = closures.search
         search.micro = micro or search.micro
         search.window = window or search.window
 
         def leave() -> None:
+            end_answers()
             if micro is not None:
                 search.micro = None
                 search.leave_backbone()

@@ -76,7 +76,8 @@ class MicroBatching(Technique):
             -100, token ids) and a trial on a few samples shows that the gradient stays the same; True refuses a run in
             which it would change; a :class:`~lightning_fasttrain.micro_batching.TrimPadding` names what shows the
             padding. What the step returns for each sample keeps the batch's order, with zeros where padding was cut
-            off. Where the batch is on a device, the host waits for its lengths, once a batch.
+            off. Lengths are read on the host, where Lightning moves the batch to the device; where
+            they are known on a device alone, the host waits for them once a batch.
         max_tokens: instead of n: as few micro-batches as hold at most so many tokens each, the remaining padding
             included; a longer row runs alone. Where attention stores its weights (eager attention), long rows take
             more memory than as many tokens in short ones, so choose it for the longest. Where rows also hold pictures,

@@ -14,7 +14,7 @@ from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.core.state.values import widest_float
 from lightning_fasttrain.micro_batching.normalizer.step_weights import StepWeights, refuse_mismatch
-from lightning_fasttrain.trial.read_normalizers import Number
+from lightning_fasttrain.trial.read_normalizers import Number, scalar_on
 
 
 class StepGradients:
@@ -67,7 +67,7 @@ class StepGradients:
         self.close(factor)
         if factor is None:
             return loss
-        return loss * torch.as_tensor(factor, dtype=loss.dtype, device=loss.device)
+        return loss * scalar_on(loss.device, factor, loss.dtype)
 
     def close(self, factor: Number | None) -> None:
         """Scale the step's gradients, and add the earlier ones; once."""
@@ -93,7 +93,7 @@ def scale_(parameters: Iterable[Tensor], factor: Number) -> int:
     for device, some in by_device.items():
         dtype = torch.promote_types(some[0].dtype, torch.float32)
         # By a tensor, so that the host need not wait for counts on the device.
-        torch._foreach_mul_(some, torch.as_tensor(factor, dtype=dtype, device=device))
+        torch._foreach_mul_(some, scalar_on(device, factor, dtype))
     return sum(map(len, by_device.values()))
 
 
@@ -119,7 +119,7 @@ def own_scaling(strategy: Strategy | None) -> Callable[[Tensor], None] | None:
 
 
 def ratio(numerator: Number, denominator: Number, device: torch.device, dtype: torch.dtype) -> Tensor:
-    up, down = (torch.as_tensor(number, dtype=dtype, device=device) for number in (numerator, denominator))
+    up, down = (scalar_on(device, number, dtype) for number in (numerator, denominator))
     return torch.where(down > 0, up / down, torch.zeros((), dtype=dtype, device=device))
 
 

@@ -34,7 +34,7 @@ from lightning_fasttrain.micro_batching.normalizer.split_rule import LossSplit
 from lightning_fasttrain.micro_batching.step_gradients import own_scaling, scale_gradients_
 from lightning_fasttrain.technique import Capability, Technique
 from lightning_fasttrain.technique.declarations import Facts, PredictedStep
-from lightning_fasttrain.trial.read_normalizers import Number
+from lightning_fasttrain.trial.read_normalizers import Number, scalar_on
 
 
 class TokenWeightedAccumulation(Technique):
@@ -236,7 +236,7 @@ class TokenWeightedAccumulation(Technique):
     def take_reference(self, trainer: L.Trainer, size: Number) -> None:
         """Set the scale of summed losses; called by the closure before each batch, effective for the first of a run."""
         if self.reference is None:
-            here = torch.as_tensor(size, dtype=torch.float32, device=trainer.strategy.root_device)
+            here = scalar_on(trainer.strategy.root_device, size, torch.float32)
             mean = float(trainer.strategy.reduce(here, reduce_op="mean"))  # synchronizes the device, once a run
             # The first batch may have no targets, and it is a divisor.
             if not mean > 0:
@@ -256,7 +256,7 @@ class TokenWeightedAccumulation(Technique):
         elif self._trainer.world_size > 1:  # DDP averages gradients, so the mean count divides
             strategy = self._trainer.strategy
             precision = torch.float64 if strategy.root_device.type == "cpu" else torch.float32
-            targets = torch.as_tensor(self._targets, dtype=precision, device=strategy.root_device)
+            targets = scalar_on(strategy.root_device, self._targets, precision)
             self._targets = strategy.reduce(targets, reduce_op="mean")
         scale_gradients_(optimizer, self.reference, self._targets, self._trainer.strategy)
         self._begin_window()

@@ -287,6 +287,20 @@ def _as_scalar(value: Any) -> Number:
     return value
 
 
+def scalar_on(device: torch.device, number: Number, dtype: torch.dtype) -> Tensor:
+    """Return a number as a 0-dimensional tensor on a device, without waiting for it.
+
+    ``torch.tensor(number, device=device)`` copies from the host, and waits.
+
+    Example:
+        >>> scalar_on(torch.device("cpu"), 3, torch.float32)
+        tensor(3.)
+    """
+    if isinstance(number, Tensor):
+        return number.to(device, dtype)
+    return torch.full((), number, dtype=dtype, device=device)
+
+
 def multiply(product: Number, value: Number) -> Number:
     """Return the product; no operation on a device where ``product`` is the 1 that a product begins with."""
     if isinstance(product, int) and product == 1:

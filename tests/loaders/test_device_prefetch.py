@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader
 from transformers import BatchEncoding
 
 import lightning_fasttrain as ft
+from lightning_fasttrain.core.batch.host_copies import Transfers
 from lightning_fasttrain.loaders import prefetch_to_device
-from lightning_fasttrain.loaders.device_prefetch import _Copies
 from tests.micro_batching.test_token_weighted_accumulation import StatefulLoader
 from tests.support.nets import TinyLM, fit, lm_batches, weights
 
@@ -171,7 +171,7 @@ of_every_kind = pytest.mark.parametrize(("wrap", "tensor_in"), CONTAINERS.values
 @of_every_kind
 def test_copied_and_created_tensors_are_recorded_in_any_container(wrap, tensor_in):
     x = torch.zeros(4)
-    with _Copies(torch.device("meta")) as copies:
+    with Transfers(torch.device("meta")) as copies:
         moved = move_data_to_device(wrap(x), torch.device("meta"))
     assert copies.sources[0] is x
     assert copies.made[0] is tensor_in(moved)

@@ -1,6 +1,6 @@
 """Read a batch: its size, its leaves, its labels, and how much of it is padding.
 
-From the bottom up: ``leaves``, ``padded_axes``, ``padding_share``.
+From the bottom up: ``host_copies``, ``leaves``, ``padded_axes``, ``padding_share``.
 """
 
 from lightning_fasttrain.core.batch.leaves import (

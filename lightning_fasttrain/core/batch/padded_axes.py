@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_fasttrain.core.batch.host_copies import on_host_if_known
 from lightning_fasttrain.core.batch.leaves import batch_size, list_leaves
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.state.values import to_float64
@@ -110,9 +111,12 @@ class Padding:
     def read(self, batch: object) -> "Extents | None":
         """Return where the rows of a batch begin and end; None where it does not have these axes.
 
-        The host waits for the batch, once, if it is on a device.
+        The host waits for the batch, once, if it is on a device and its values are not known on the host.
         """
         leaves = list_leaves(batch)
+        for path, leaf in leaves.items():
+            if isinstance(leaf, Tensor) and not leaf.is_cpu:
+                leaves[path] = on_host_if_known(leaf)
         sizes: list[int] = []
         for axis in self.axes:
             size = axis.size_in(leaves)

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from lightning_fasttrain.core.batch import find_labels
+from lightning_fasttrain.core.batch.host_copies import host_values
 from lightning_fasttrain.core.batch.leaves import batch_size
 from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.messages import explain, note_once
@@ -48,7 +49,10 @@ class CountRule:
             raise ValueError(explain(f"count={self.name!r}", why, way_out))
         if self.name == "next_tokens":
             labels = labels[..., 1:]
-        return (labels != self.ignore_index).sum()
+        known = None if labels.is_cpu else host_values(labels)
+        if known is None:
+            return (labels != self.ignore_index).sum()
+        return int((known != self.ignore_index).sum())
 
     def __str__(self) -> str:
         return {
@@ -92,7 +96,8 @@ def count_targets(batch: object, ignore_index: int = -100) -> Tensor | int:
         ignore_index: the label that the loss ignores; for another one, ``partial(count_targets, ignore_index=0)``.
 
     Returns:
-        A 0-dimensional tensor on the labels' device, so that the host does not wait for it; or an int by rule 3.
+        A 0-dimensional tensor on the labels' device, so that the host does not wait for it; an int by rule 3, and for
+        labels on a device whose values are known on the host, as with ``DevicePrefetch``.
 
     Example:
         >>> import torch

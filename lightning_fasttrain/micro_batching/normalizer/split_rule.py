@@ -22,6 +22,7 @@ from lightning_fasttrain.trial.read_normalizers import (
     is_of_parameters,
     multiply,
     read_normalizers,
+    scalar_on,
 )
 from lightning_fasttrain.trial.runs import ReadTerm, Run, Trial
 
@@ -143,7 +144,7 @@ def _count_of_quotient(count: Number, loss: Tensor, has_others: bool) -> tuple[N
     which other terms would hide. Where it is not, one target counts.
     """
     precision = torch.float64 if loss.device.type == "cpu" else torch.float32
-    counted = torch.as_tensor(count, dtype=precision, device=loss.device)
+    counted = scalar_on(loss.device, count, precision)
     is_small = (counted > 0) & (counted <= 1)
     unclear = loss.isinf() | (is_small & has_others)
     counted = torch.where(is_small & (loss == 0), 0.0, counted)
@@ -235,8 +236,7 @@ def differ(one: Number, other: Number) -> bool | Tensor:
     if not (isinstance(one, Tensor) or isinstance(other, Tensor)):
         return one != other and not abs(one - other) <= _ROUNDING * max(abs(one), abs(other))
     device = one.device if isinstance(one, Tensor) else other.device  # pyright: ignore[reportAttributeAccessIssue]
-    one = torch.as_tensor(one, dtype=torch.float32, device=device)
-    other = torch.as_tensor(other, dtype=torch.float32, device=device)
+    one, other = (scalar_on(device, number, torch.float32) for number in (one, other))
     return (one - other).abs() > _ROUNDING * torch.maximum(one.abs(), other.abs())
 
 

@@ -147,9 +147,8 @@ class StepWeights:
         if self.known is not None or self.reference is None:
             return None
         total = self._settled = self.total if self._over_ranks is None else self._over_ranks(self.total)
-        if isinstance(total, Tensor) or isinstance(self.reference, Tensor):
-            total, reference = torch.as_tensor(total), torch.as_tensor(self.reference)
-            return torch.where(total > 0, reference.to(total.device) / total, 1.0)
+        if isinstance(total, Tensor):
+            return torch.where(total > 0, self.reference / total, 1.0)
         if total in (0, self.reference):
             return None
         return self.reference / total

@@ -1,7 +1,7 @@
 """Try on a few rows of the user's own batch whether padding can be cut off without changing the training."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fasttrain.core.batch import find_labels
+from lightning_fasttrain.core.batch.host_copies import host_values, keep_on_host
 from lightning_fasttrain.core.batch.leaves import list_tensors, pick_rows, walk_leaves
 from lightning_fasttrain.core.batch.padded_axes import (
     Ends,
@@ -375,7 +376,7 @@ class TrimmedParts:
         sizes = list(map(len, map(self.rows_of, held)))
         if len(held) < len(self.parts) or list(map(len, values)) != sizes:
             return joined  # not one entry per row
-        return joined[torch.tensor(self.order, device=joined.device).argsort()]
+        return joined[_list_on(joined.device, self.order).argsort()]
 
     def _fill_up(self, values: Sequence[Tensor], held: Sequence[int]) -> list[Tensor]:
         filled = list(values)
@@ -428,9 +429,9 @@ def trim_batch(batch: object, extents: Extents, rows: Sequence[Sequence[int]], m
                 [1, 0]])]
     """
     spans = [extents.spans_of(group, multiple_of) for group in rows]
-    device = next((leaf.device for leaf in list_tensors(batch).values()), None)
+    device = next((leaf.device for leaf in list_tensors(batch).values()), torch.device("cpu"))
     # One copy to a device for all groups.
-    order = torch.tensor(list(itertools.chain.from_iterable(rows)), device=device)
+    order = _list_on(device, itertools.chain.from_iterable(rows))
     parts: list[Any] = []
     for group, places, span in zip(rows, order.split(list(map(len, rows))), spans, strict=True):
         parts.append(_take(batch, extents, list(group), places, span))
@@ -448,7 +449,7 @@ def _take(batch: object, extents: Extents, rows: list[int], places: Tensor, span
         if isinstance(leaf, Tensor) and leaf.ndim > 0:
             for axis, (start, stop) in cuts.get(path, ()):
                 leaf = leaf.narrow(axis, start, stop - start)
-            return leaf.index_select(0, places.to(leaf.device))
+            return _take_rows(leaf, rows, places)
         if isinstance(leaf, np.ndarray) and leaf.ndim > 0:
             for axis, (start, stop) in cuts.get(path, ()):
                 leaf = leaf.take(range(start, stop), axis)
@@ -458,3 +459,16 @@ def _take(batch: object, extents: Extents, rows: list[int], places: Tensor, span
         return leaf
 
     return walk_leaves(batch, take, "batch")
+
+
+def _take_rows(leaf: Tensor, rows: list[int], places: Tensor) -> Tensor:
+    taken = leaf.index_select(0, places.to(leaf.device))
+    if not leaf.is_cpu and (known := host_values(leaf)) is not None:
+        keep_on_host(taken, known[rows])
+    return taken
+
+
+def _list_on(device: torch.device, numbers: Iterable[int]) -> Tensor:
+    """Return integers as a tensor on a device, without waiting for it."""
+    made = torch.tensor(list(numbers), dtype=torch.int64, pin_memory=device.type == "cuda")
+    return made.to(device, non_blocking=True)
