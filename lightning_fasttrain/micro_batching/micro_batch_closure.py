@@ -48,6 +48,7 @@ from lightning_fasttrain.micro_batching.find_backbone import (
     say_backbone,
 )
 from lightning_fasttrain.micro_batching.micro_batch_forward import Backbone, MicroBatchedForward
+from lightning_fasttrain.micro_batching.micro_batch_graphs import RunGraphs
 from lightning_fasttrain.micro_batching.micro_batch_logging import BatchLogs, combine_outputs, pick_groups
 from lightning_fasttrain.micro_batching.normalizer.count_targets import Count, CountRule
 from lightning_fasttrain.micro_batching.normalizer.find_split import CannotSplitError
@@ -91,6 +92,7 @@ class Splitter(Counting, Protocol):
     """A technique that runs a batch in micro-batches."""
 
     n: int
+    cuda_graph: bool
     adaptive: bool
     parts: int
     split: Callable[[Any, int], list[Any]]
@@ -290,7 +292,7 @@ class SplitSearch:
     def _trial_step(self, rest: list[Any]) -> TrialStep:
         module, strategy = self.trainer.lightning_module, self.trainer.strategy
         sharded = is_sharded(module)
-        # Bypass the strategy where possible, so that nothing is synchronized and no engine waits for a backward.
+        # Bypass the strategy where possible, so that no engine waits for a backward.
         training_step = strategy.training_step if sharded else module.training_step
         return TrialStep(
             self._collectives.wrap(lambda rows: training_step(rows, *rest)),
@@ -328,6 +330,7 @@ class BatchClosures:
         self.search = SplitSearch(trainer)
         self.metrics: dict[int, Metric] = {}  # logged per step, as found in the first batch
         self.sums = Float32GradientSums()
+        self.graphs = RunGraphs(trainer)
         self._restore = replace_closures(trainer, self)
 
     @classmethod
@@ -363,6 +366,7 @@ class BatchClosures:
 
         def leave() -> None:
             end_answers()
+            closures.graphs.close()
             if micro is not None:
                 search.micro = None
                 search.leave_backbone()
@@ -452,7 +456,7 @@ class _BatchRun:
     def __init__(self, closures: BatchClosures, batch: object, rest: list[Any], optimizer: Optimizer) -> None:
         self.trainer, self.search = closures.trainer, closures.search
         self.window, self.sums, self.metrics = closures.search.window, closures.sums, closures.metrics
-        self.batch, self.rest, self.optimizer = batch, rest, optimizer
+        self.batch, self.rest, self.optimizer, self.graphs = batch, rest, optimizer, closures.graphs
 
     def run(self) -> ClosureResult:
         """Run the batch, and log what it logged. Raises: OtherSplitError: its loss is split differently."""
@@ -471,6 +475,7 @@ class _BatchRun:
             self.window.add(ran.weights.total, self.optimizer)
         if not (accumulation_continues(self.trainer) or takes_float32_gradients(self.optimizer)):
             self.sums.finish()
+        self.graphs.end_batch()
         hooks.call_after()
         return ClosureResult.from_training_step_output(ran.output, self.trainer.accumulate_grad_batches)
 
@@ -560,6 +565,9 @@ class _BatchRun:
                 loss = loss / trainer.accumulate_grad_batches
             call_strategy(trainer, "backward", loss, self.optimizer)
 
+        micro, replay = self.search.micro, dict[str, Any]()
+        if micro is not None and micro.cuda_graph and len(parts) > 1:
+            replay["replay"] = self.graphs.replay_of(weights, logs, outputs, self.rest, self.optimizer, backward)
         scaled_here = weights.known is None and self.window is None
         # Other strategies have no ranks to wait for.
         no_sync = strategy.block_backward_sync if isinstance(strategy, ParallelStrategy) else nullcontext
@@ -573,6 +581,7 @@ class _BatchRun:
             no_sync=no_sync,
             # The last backward of this batch averages gradients over ranks.
             is_shared=trainer.world_size > 1 and not accumulation_continues(trainer),
+            **replay,
         )
         return outputs
 
