@@ -7,7 +7,7 @@ strategy's own methods, so that autocast, loss scaling, forward redirection and 
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
@@ -330,7 +330,7 @@ class BatchClosures:
         self.search = SplitSearch(trainer)
         self.metrics: dict[int, Metric] = {}  # logged per step, as found in the first batch
         self.sums = Float32GradientSums()
-        self.graphs = RunGraphs(trainer)
+        self.graphs: RunGraphs | None = None
         self._restore = replace_closures(trainer, self)
 
     @classmethod
@@ -357,16 +357,18 @@ class BatchClosures:
         closures = replaced_closures(trainer)
         if not isinstance(closures, cls):
             closures = cls(trainer)
-        end_answers: Undo = lambda: None  # noqa: E731
+        ends = ExitStack()
         if trainer.strategy.root_device.type != "cpu":
-            end_answers = answer_on_host(trainer, pl_module)
+            ends.callback(answer_on_host(trainer, pl_module))
         search = closures.search
         search.micro = micro or search.micro
         search.window = window or search.window
+        if micro is not None and micro.cuda_graph:
+            closures.graphs = RunGraphs(trainer)
+            ends.callback(closures.graphs.close)
 
         def leave() -> None:
-            end_answers()
-            closures.graphs.close()
+            ends.close()
             if micro is not None:
                 search.micro = None
                 search.leave_backbone()
@@ -475,7 +477,6 @@ class _BatchRun:
             self.window.add(ran.weights.total, self.optimizer)
         if not (accumulation_continues(self.trainer) or takes_float32_gradients(self.optimizer)):
             self.sums.finish()
-        self.graphs.end_batch()
         hooks.call_after()
         return ClosureResult.from_training_step_output(ran.output, self.trainer.accumulate_grad_batches)
 
@@ -565,10 +566,9 @@ class _BatchRun:
                 loss = loss / trainer.accumulate_grad_batches
             call_strategy(trainer, "backward", loss, self.optimizer)
 
-        micro, replay = self.search.micro, dict[str, Any]()
-        if micro is not None and micro.cuda_graph and len(parts) > 1:
-            replay["replay"] = self.graphs.replay_of(weights, logs, outputs, self.rest, self.optimizer, backward)
-        scaled_here = weights.known is None and self.window is None
+        replay = None
+        if self.graphs is not None and len(parts) > 1:
+            replay = self.graphs.replay_of(weights, logs, outputs, self.rest, self.optimizer, backward)
         # Other strategies have no ranks to wait for.
         no_sync = strategy.block_backward_sync if isinstance(strategy, ParallelStrategy) else nullcontext
         add_gradients(
@@ -576,12 +576,12 @@ class _BatchRun:
             weights,
             run,
             backward,
-            gradients=StepGradients(trainer.lightning_module.parameters()) if scaled_here else None,
+            gradients=None if self.window or weights.known else StepGradients(trainer.lightning_module.parameters()),
             sums=self.sums,
             no_sync=no_sync,
             # The last backward of this batch averages gradients over ranks.
             is_shared=trainer.world_size > 1 and not accumulation_continues(trainer),
-            **replay,
+            replay=replay,
         )
         return outputs
 

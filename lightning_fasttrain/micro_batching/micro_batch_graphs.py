@@ -433,6 +433,8 @@ class RunGraphs:
 
         def replay(part: Any, i: int) -> bool:
             graph = graphs.run(part, i, weights, forward, backward)
+            if i == len(logs.parts) - 1:
+                graphs.guard_step(self._optimizer)
             if graph is None:
                 return False
             output, calls = graph.kept
@@ -446,11 +448,6 @@ class RunGraphs:
         """Raises: RuntimeError: the last step was left out."""
         if self._graphs is not None:
             self._graphs.refuse_left_out()
-
-    def end_batch(self) -> None:
-        """Hand the flag of this batch to the optimizer. Raises: RuntimeError: the last step was left out."""
-        if self._graphs is not None:
-            self._graphs.guard_step(self._optimizer)
 
     def close(self) -> None:
         """Free the graphs. Raises: RuntimeError: the last step was left out."""
@@ -468,9 +465,7 @@ def refuse_run(trainer: L.Trainer) -> None:
     """
     refuse_off_cuda(trainer.strategy.root_device)
     module, precision = trainer.lightning_module, trainer.strategy.precision_plugin
-    watching = [module, *trainer.callbacks]
-    hooks = ("on_before_backward", "on_after_backward")
-    watching = [one for one in watching if any(_overrides(one, hook) for hook in hooks)]
+    watching = list(filter(_watches_backward, [module, *trainer.callbacks]))
     has_metric = any(isinstance(one, Metric) for one in module.modules())
     in_python = "it acts between the micro-batches of a step, in Python"
     refused = [
@@ -506,6 +501,7 @@ def _reads_index(training_step: Any) -> bool:
     )
 
 
-def _overrides(one: Any, hook: str) -> bool:
+def _watches_backward(one: Any) -> bool:
     base = L.LightningModule if isinstance(one, L.LightningModule) else L.Callback
-    return getattr(type(one), hook) is not getattr(base, hook)
+    hooks = ("on_before_backward", "on_after_backward")
+    return any(getattr(type(one), hook) is not getattr(base, hook) for hook in hooks)

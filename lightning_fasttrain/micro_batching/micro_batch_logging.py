@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
@@ -137,7 +138,7 @@ class BatchLogs:
     def give(self, taken: Sequence[tuple[bool, str, LogCall]], part: int) -> None:
         """Add such calls to those of a micro-batch, with the values that their tensors have now."""
         for is_returned, name, call in taken:
-            value, own = (x.clone() if isinstance(x, Tensor) else x for x in (call.value, call.own))
+            value, own = apply_to_collection((call.value, call.own), Tensor, torch.clone)
             place = self.returned if is_returned else self.logged
             place.setdefault(name, []).append(LogCall(part, value, call.kwargs, own))
 

@@ -272,7 +272,7 @@ class MicroBatching(Technique):
         if self.trimming.padding is not None:
             state["padding"] = self.trimming.padding.as_state()
         closures = replaced_closures(trainer)
-        if isinstance(closures, BatchClosures):
+        if isinstance(closures, BatchClosures) and closures.graphs is not None:
             closures.graphs.refuse_left_out()  # its batch is not in these weights
         checkpoint["MicroBatching"] = {**state, **rule_state(self.found and self.found.count)}
 

@@ -260,7 +260,7 @@ def add_gradients(
     sums: Float32GradientSums,
     no_sync: Callable[[], AbstractContextManager[object]],
     is_shared: bool,
-    replay: Callable[[Any, int], bool] = lambda part, i: False,
+    replay: Callable[[Any, int], bool] | None = None,
 ) -> None:
     """Run forward and backward of each micro-batch, so that their gradients add up to that of the unsplit step.
 
@@ -282,6 +282,7 @@ def add_gradients(
     """
     if gradients is not None:
         gradients.set_aside()
+    replay = replay or (lambda part, i: False)
     mismatch: AsyncReading | None = None
     for i, part in enumerate(parts):
         last = i == len(parts) - 1

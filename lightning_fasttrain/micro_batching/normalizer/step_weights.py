@@ -295,7 +295,8 @@ class MicroBatchWeights:
         if any(isinstance(number, Tensor) for number in (*self.counts, self.total)):
             counts = torch.stack([_as_tensor(count, device) for count in self.counts])
             return torch.stack([self._on(device, torch.float32)[0], counts.float()], 1)
-        rows = [(count / self.total if count > 0 else 0.0, count) for count in self.counts]
+        # A count of 0 has the weight 0, as in `_on`.
+        rows = [(count / self.total * (count > 0), count) for count in self.counts]
         # Pinned: otherwise the copy would wait for the device.
         table = torch.tensor(rows, dtype=torch.float32, pin_memory=device.type == "cuda")
         return table.to(device, non_blocking=True)
