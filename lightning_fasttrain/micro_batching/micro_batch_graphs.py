@@ -31,7 +31,7 @@ from torchmetrics import Metric
 from lightning_fasttrain.core.batch.host_copies import forget_on_host, host_values, keep_on_host, noting_reads
 from lightning_fasttrain.core.batch.leaves import list_leaves, walk_leaves
 from lightning_fasttrain.core.device import AsyncReading
-from lightning_fasttrain.core.host.lightning import call_strategy
+from lightning_fasttrain.core.host.lightning import call_strategy, replicates
 from lightning_fasttrain.core.host.optimizer_steps import skip_on_device, stop_skipping, unwrap_optimizer
 from lightning_fasttrain.core.messages import explain, note_once
 from lightning_fasttrain.core.modules.wrapped_forward import (
@@ -49,6 +49,7 @@ from lightning_fasttrain.trial.runs import loss_of
 
 _WAY_OUT = "Leave cuda_graph out"
 _MOST_GRAPHS = 8  # each keeps its inputs; activations share one pool of memory
+_PLAIN = (str, bytes, int, float, type(None))
 _FIRST_BATCHES = 3  # run as before: the split is found, code compiled and checked, the optimizer's state made
 
 Forward = Callable[[Any, int], tuple[Tensor, Any]]
@@ -180,7 +181,7 @@ class MicroBatchGraphs:
         self._graphs: dict[Any, list[_Graph]] = {}  # by the shapes of a micro-batch
         for module in modules:
             weakref.finalize(module, self._graphs.clear)
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool: Any = None
         self._factors: tuple[Number, ...] | None = None
         self._unread: AsyncReading | None = None  # the mismatch of the last step
 
@@ -194,11 +195,12 @@ class MicroBatchGraphs:
             return
         self.mismatch.zero_()
         self._table = known.table_on(self.mismatch.device)
-        now = self._read_modules()
+        now = [weights.split, *self._read_modules()]
         if now != self._recorded_with:
             self._graphs.clear()
             self._gradients.clear()
-            self._recorded_with = now
+            self._recorded_with, self._factors = now, None
+            self._pool = torch.cuda.graph_pool_handle()  # one without graphs is gone
         unset: list[Tensor] = []
         for parameter, buffer in self._gradients.items():
             if parameter.grad is None:
@@ -362,10 +364,17 @@ class MicroBatchGraphs:
 
 
 def _key_of(leaves: dict[str, Any]) -> Any:
-    """Return the shapes of a micro-batch, and its leaves that are no tensors."""
+    """Return the shapes of a micro-batch, and its leaves that are no tensors.
+
+    Raises:
+        ValueError: a leaf may hold tensors that no graph would be given.
+    """
     key: list[Any] = []
     for path, leaf in leaves.items():
         if not isinstance(leaf, Tensor):
+            if not all(isinstance(one, _PLAIN) for one in (leaf if isinstance(leaf, list | tuple) else [leaf])):
+                why = "what lies in such an object cannot be copied into a graph"
+                raise ValueError(explain(f"cuda_graph=True with {path}, a {type(leaf).__name__}", why, _WAY_OUT))
             key.append((path, repr(leaf)))
             continue
         key.append((path, leaf.shape, leaf.stride(), leaf.dtype, leaf.device))
@@ -469,7 +478,12 @@ def refuse_run(trainer: L.Trainer) -> None:
     has_metric = any(isinstance(one, Metric) for one in module.modules())
     in_python = "it acts between the micro-batches of a step, in Python"
     refused = [
-        (trainer.world_size > 1, "several processes", "gradients are averaged in the backward", "Leave cuda_graph out"),
+        (
+            trainer.world_size > 1 or not replicates(trainer.strategy),
+            type(trainer.strategy).__name__,
+            "other processes or an engine take part in the backward",
+            _WAY_OUT,
+        ),
         (trainer.accumulate_grad_batches > 1, "accumulate_grad_batches", in_python, "Use larger batches"),
         (
             getattr(precision, "scaler", None) is not None,
@@ -485,7 +499,7 @@ def refuse_run(trainer: L.Trainer) -> None:
             "a replayed graph would repeat what it decided for one batch",
             "Read it in on_train_batch_start",
         ),
-        (is_overridden("backward", module), f"{type(module).__name__}.backward", in_python, "Leave cuda_graph out"),
+        (is_overridden("backward", module), f"{type(module).__name__}.backward", in_python, _WAY_OUT),
     ]
     for applies, what, why, way_out in refused:
         if applies:

@@ -179,6 +179,10 @@ class Draws(Net):
         return {**output, "loss": output["loss"] * random.random()}
 
 
+class Meta:
+    """What a batch may hold beside tensors, which nobody else can read."""
+
+
 RUNS = {
     "a loss scaler": (Net, {"precision": "16-mixed"}),
     "accumulate_grad_batches": (Net, {"accumulate_grad_batches": 2}),
@@ -195,6 +199,24 @@ def test_runs_that_a_graph_cannot_repeat_are_refused_by_name(what):
     make, settings = RUNS[what]
     with pytest.raises(ValueError, match=f"cuda_graph=True.* with {what}"):
         trained([micro()], module=make(), **settings)
+
+
+@pytest.mark.gpu
+def test_objects_in_a_batch_that_may_hold_tensors_are_refused():
+    batches = [{**batch, "meta": Meta()} for batch in batches_of()]
+    with pytest.raises(ValueError, match=re.escape("cuda_graph=True with batch['meta'], a Meta")):
+        trained([micro()], batches)
+
+
+@pytest.mark.gpu
+def test_graphs_are_recorded_anew_where_the_model_has_changed(replays):
+    class Unfreezes(Net):
+        def on_train_batch_start(self, batch, batch_idx):
+            self.net.head.requires_grad_(batch_idx != 6)
+
+    trained([micro()], module=Unfreezes())
+    # The first micro-batch after each change runs, and shows which parameters have a gradient.
+    assert replays[0].replays == 4 * (BATCHES - 3) - 3
 
 
 @pytest.mark.gpu
