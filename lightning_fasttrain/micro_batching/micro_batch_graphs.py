@@ -372,7 +372,8 @@ def _key_of(leaves: dict[str, Any]) -> Any:
     key: list[Any] = []
     for path, leaf in leaves.items():
         if not isinstance(leaf, Tensor):
-            if not all(isinstance(one, _PLAIN) for one in (leaf if isinstance(leaf, list | tuple) else [leaf])):
+            held = leaf if isinstance(leaf, list | tuple) else [leaf]
+            if not all(isinstance(one, _PLAIN) for one in held):
                 why = "what lies in such an object cannot be copied into a graph"
                 raise ValueError(explain(f"cuda_graph=True with {path}, a {type(leaf).__name__}", why, _WAY_OUT))
             key.append((path, repr(leaf)))
