@@ -5,8 +5,8 @@
 ``token_weighted_accumulation`` sums several batches.
 
 From the bottom up: ``out_of_memory``, ``normalizer``, ``padding``, ``step_gradients``, ``micro_batch_forward``,
-``find_backbone``, ``accumulate_gradients``, ``micro_batch_logging``, ``micro_batch_closure``, ``micro_batching``,
-``token_weighted_accumulation``.
+``find_backbone``, ``micro_batch_logging``, ``micro_batch_graphs``, ``accumulate_gradients``, ``micro_batch_closure``,
+``micro_batching``, ``token_weighted_accumulation``.
 """
 
 from typing import TYPE_CHECKING

@@ -26,10 +26,11 @@ from lightning_fasttrain.micro_batching.find_backbone import (
     is_guess,
 )
 from lightning_fasttrain.micro_batching.micro_batch_forward import Backbone
+from lightning_fasttrain.micro_batching.micro_batch_graphs import MicroBatchGraphs, refuse_graphs, refuse_off_cuda
 from lightning_fasttrain.micro_batching.normalizer.count_targets import Count, CountRule, named_count
 from lightning_fasttrain.micro_batching.normalizer.find_split import CannotSplitError, trial_step_of
 from lightning_fasttrain.micro_batching.normalizer.split_rule import LossSplit, OtherSplitError, WholeBatchNormalizer
-from lightning_fasttrain.micro_batching.normalizer.step_weights import StepWeights
+from lightning_fasttrain.micro_batching.normalizer.step_weights import StepWeights, refuse_mismatch
 from lightning_fasttrain.micro_batching.padding.trim_search import TrimPadding, TrimSearch, check_budget
 from lightning_fasttrain.micro_batching.step_gradients import StepGradients, add_gradients, sum_gradients_in_float32
 from lightning_fasttrain.trial.read_normalizers import Number
@@ -53,6 +54,7 @@ def accumulate_gradients(
     no_sync: NoSync = nullcontext,
     trim_padding: bool | TrimPadding | None = None,
     max_tokens: PositiveInt | None = None,
+    cuda_graph: bool | None = None,
 ) -> Tensor:
     """Add the gradient of ``batch`` to ``.grad`` in ``n`` micro-batches, holding the activations of one at a time.
 
@@ -78,6 +80,8 @@ def accumulate_gradients(
         check: refuse a split that would change the training, before its gradient is used. False uses the nearest
             weighting and reports its error.
         backward: ``fabric.backward`` under Fabric.
+        cuda_graph: as for :class:`~lightning_fasttrain.MicroBatching`; the host waits for the device once a call, to
+            learn whether weights were right.
         no_sync: a context in which gradients are not synchronized, entered for all micro-batches but the last, forward
             and backward; ``lambda: fabric.no_backward_sync(model)`` under Fabric, ``ddp.no_sync`` for plain DDP.
 
@@ -106,6 +110,8 @@ def accumulate_gradients(
     n = trimming.count_parts(batch, n or 1)
     # A rank with a single sample takes part, too.
     most = n if rank_count() > 1 else min(n, batch_size(batch))
+    if cuda_graph:
+        refuse_off_cuda(next((leaf.device for leaf in list_tensors(batch).values()), torch.device("cpu")))
     if trimming.is_asked_for:
         most = max(most, 2)  # a single micro-batch is trimmed, too
     call = _Call(step, n, count, check, backward, no_sync)
@@ -118,7 +124,9 @@ def accumulate_gradients(
         try:
             parts = call.cut(batch, n, found.trimming)
             with found.trimming.attention():
-                return call.accumulate(parts, found.split, gradients)
+                if cuda_graph and len(parts) > 1:
+                    found.graphs = call.graphs_of(found, parts)
+                return call.accumulate(parts, found.split, gradients, found.graphs if cuda_graph else None)
         except OtherSplitError as error:
             gradients.discard(error)
             search = replace(call, count="auto", check=True).search(batch)
@@ -224,6 +232,7 @@ class _Found:
     split: Found
     trimming: TrimSearch
     trial_schedule: TrialSchedule = field(default_factory=TrialSchedule)
+    graphs: MicroBatchGraphs | None = None
 
 
 _found: OrderedDict[Any, _Found] = OrderedDict()  # keyed by step and count
@@ -267,9 +276,9 @@ class _Call:
 
     def _find_split(self, batch: object, most: int, trimming: TrimSearch) -> _Found:
         """Search in the first call with several micro-batches (one alone has weight 1), and where one may show more."""
-        if callable(self.count) and not self.check:
-            return _Found(LossSplit(None, self.count), trimming)
         key = self._key(trimming)
+        if callable(self.count) and not self.check:
+            return self._remember(key, _found.get(key) or _Found(LossSplit(None, self.count), trimming))
         known = _found.get(key)
         if known is None and most == 1:  # "sum" needs no labels in the batch
             return _Found(LossSplit(None, self.count if callable(self.count) else CountRule("sum")), trimming)
@@ -278,10 +287,15 @@ class _Call:
         if is_due or is_guess(known.split):
             with known.trial_schedule.timed():
                 known.split = self.search(batch).find(known.split)
-            _found[key] = known
-            if len(_found) > _MOST_FOUND:
-                _found.popitem(last=False)
+            self._remember(key, known)
         return known
+
+    @staticmethod
+    def _remember(key: object, found: _Found) -> _Found:
+        _found[key] = found
+        if len(_found) > _MOST_FOUND:
+            _found.popitem(last=False)
+        return found
 
     def _may_show_more(self, split: Found, batch: object) -> bool:
         """Whether a later batch could refute a split: one that is read, and was checked on rows of one batch."""
@@ -311,7 +325,30 @@ class _Call:
         in_lockstep = rank_count() > 1 and not self.trial_step.may_scale
         return trimming.cut(batch, n, in_lockstep=in_lockstep).parts
 
-    def accumulate(self, parts: Sequence[object], split: LossSplit, gradients: StepGradients) -> Tensor:
+    def graphs_of(self, found: _Found, parts: Sequence[object]) -> MicroBatchGraphs:
+        """Return the graphs of this step's micro-batches. Raises: ValueError: they would leave something out."""
+        assert isinstance(found.split, LossSplit)
+        if rank_count() > 1:
+            why, way_out = "gradients are averaged in the backward", "Leave cuda_graph out"
+            raise ValueError(explain("cuda_graph=True with several processes", why, way_out))
+        models = self.trial_step.models
+        if not models:
+            why, way_out = "its parameters are not known", "Use the model, or a method of it, as step"
+            raise ValueError(explain("cuda_graph=True with a step in which no model was found", why, way_out))
+        if found.graphs is None:
+            refuse_graphs(models, None, found.split)
+            parameters = found.split.parameters or [one for model in models for one in model.parameters()]
+            device = next(leaf.device for leaf in list_tensors(parts).values())
+            found.graphs = MicroBatchGraphs(models, parameters, device)
+        return found.graphs
+
+    def accumulate(
+        self,
+        parts: Sequence[object],
+        split: LossSplit,
+        gradients: StepGradients,
+        graphs: MicroBatchGraphs | None = None,
+    ) -> Tensor:
         """Add the gradients of the micro-batches, and return their loss: in a window, this rank's share of it."""
         ranks = rank_count() if self.is_window else 1
         over_ranks = functools.partial(_sum_over_ranks, parts[0]) if ranks > 1 else None
@@ -327,7 +364,13 @@ class _Call:
                 loss = loss * ranks  # DDP averages over ranks; make it the sum
             self.backward(loss)
 
+        def replay(part: object, i: int) -> bool:
+            forward = lambda part, _: (loss_of(self.step(part)), None)  # noqa: E731
+            return graphs is not None and graphs.run(part, i, weights, forward, add_share) is not None
+
         with sum_gradients_in_float32(split.parameters if len(parts) > 1 else ()) as sums:
+            if graphs is not None:
+                graphs.begin_batch(weights)
             add_gradients(
                 parts,
                 weights,
@@ -337,7 +380,10 @@ class _Call:
                 sums=sums,
                 no_sync=self.no_sync,
                 is_shared=rank_count() > 1,
+                replay=replay,
             )
+        if graphs is not None and graphs.has_mismatch():
+            refuse_mismatch(is_shared=False)
         return weights.loss()
 
 

@@ -7,7 +7,7 @@ strategy's own methods, so that autocast, loss scaling, forward redirection and 
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
@@ -48,6 +48,7 @@ from lightning_fasttrain.micro_batching.find_backbone import (
     say_backbone,
 )
 from lightning_fasttrain.micro_batching.micro_batch_forward import Backbone, MicroBatchedForward
+from lightning_fasttrain.micro_batching.micro_batch_graphs import RunGraphs
 from lightning_fasttrain.micro_batching.micro_batch_logging import BatchLogs, combine_outputs, pick_groups
 from lightning_fasttrain.micro_batching.normalizer.count_targets import Count, CountRule
 from lightning_fasttrain.micro_batching.normalizer.find_split import CannotSplitError
@@ -91,6 +92,7 @@ class Splitter(Counting, Protocol):
     """A technique that runs a batch in micro-batches."""
 
     n: int
+    cuda_graph: bool
     adaptive: bool
     parts: int
     split: Callable[[Any, int], list[Any]]
@@ -290,7 +292,7 @@ class SplitSearch:
     def _trial_step(self, rest: list[Any]) -> TrialStep:
         module, strategy = self.trainer.lightning_module, self.trainer.strategy
         sharded = is_sharded(module)
-        # Bypass the strategy where possible, so that nothing is synchronized and no engine waits for a backward.
+        # Bypass the strategy where possible, so that no engine waits for a backward.
         training_step = strategy.training_step if sharded else module.training_step
         return TrialStep(
             self._collectives.wrap(lambda rows: training_step(rows, *rest)),
@@ -328,6 +330,7 @@ class BatchClosures:
         self.search = SplitSearch(trainer)
         self.metrics: dict[int, Metric] = {}  # logged per step, as found in the first batch
         self.sums = Float32GradientSums()
+        self.graphs: RunGraphs | None = None
         self._restore = replace_closures(trainer, self)
 
     @classmethod
@@ -354,15 +357,18 @@ class BatchClosures:
         closures = replaced_closures(trainer)
         if not isinstance(closures, cls):
             closures = cls(trainer)
-        end_answers: Undo = lambda: None  # noqa: E731
+        ends = ExitStack()
         if trainer.strategy.root_device.type != "cpu":
-            end_answers = answer_on_host(trainer, pl_module)
+            ends.callback(answer_on_host(trainer, pl_module))
         search = closures.search
         search.micro = micro or search.micro
         search.window = window or search.window
+        if micro is not None and micro.cuda_graph:
+            closures.graphs = RunGraphs(trainer)
+            ends.callback(closures.graphs.close)
 
         def leave() -> None:
-            end_answers()
+            ends.close()
             if micro is not None:
                 search.micro = None
                 search.leave_backbone()
@@ -452,7 +458,7 @@ class _BatchRun:
     def __init__(self, closures: BatchClosures, batch: object, rest: list[Any], optimizer: Optimizer) -> None:
         self.trainer, self.search = closures.trainer, closures.search
         self.window, self.sums, self.metrics = closures.search.window, closures.sums, closures.metrics
-        self.batch, self.rest, self.optimizer = batch, rest, optimizer
+        self.batch, self.rest, self.optimizer, self.graphs = batch, rest, optimizer, closures.graphs
 
     def run(self) -> ClosureResult:
         """Run the batch, and log what it logged. Raises: OtherSplitError: its loss is split differently."""
@@ -560,7 +566,9 @@ class _BatchRun:
                 loss = loss / trainer.accumulate_grad_batches
             call_strategy(trainer, "backward", loss, self.optimizer)
 
-        scaled_here = weights.known is None and self.window is None
+        replay = None
+        if self.graphs is not None and len(parts) > 1:
+            replay = self.graphs.replay_of(weights, logs, outputs, self.rest, self.optimizer, backward)
         # Other strategies have no ranks to wait for.
         no_sync = strategy.block_backward_sync if isinstance(strategy, ParallelStrategy) else nullcontext
         add_gradients(
@@ -568,11 +576,12 @@ class _BatchRun:
             weights,
             run,
             backward,
-            gradients=StepGradients(trainer.lightning_module.parameters()) if scaled_here else None,
+            gradients=None if self.window or weights.known else StepGradients(trainer.lightning_module.parameters()),
             sums=self.sums,
             no_sync=no_sync,
             # The last backward of this batch averages gradients over ranks.
             is_shared=trainer.world_size > 1 and not accumulation_continues(trainer),
+            replay=replay,
         )
         return outputs
 

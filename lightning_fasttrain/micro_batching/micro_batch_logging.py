@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
@@ -122,6 +123,24 @@ class BatchLogs:
                 if key != "loss" and _is_number(value):
                     name = f"return {key}"
                     self.returned.setdefault(name, []).append(self._note(name, value, {}))
+
+    def take(self, part: int) -> list[tuple[bool, str, LogCall]]:
+        """Remove the calls of a micro-batch, and return them by name, with whether they are of what it returned."""
+        taken: list[tuple[bool, str, LogCall]] = []
+        for is_returned, place in ((False, self.logged), (True, self.returned)):
+            for name, calls in list(place.items()):
+                taken += [(is_returned, name, call) for call in calls if call.part == part]
+                place[name] = [call for call in calls if call.part != part]
+                if not place[name]:
+                    del place[name]
+        return taken
+
+    def give(self, taken: Sequence[tuple[bool, str, LogCall]], part: int) -> None:
+        """Add such calls to those of a micro-batch, with the values that their tensors have now."""
+        for is_returned, name, call in taken:
+            value, own = apply_to_collection((call.value, call.own), Tensor, torch.clone)
+            place = self.returned if is_returned else self.logged
+            place.setdefault(name, []).append(LogCall(part, value, call.kwargs, own))
 
     def note_sum(self, loss: Tensor) -> None:
         """Note that this micro-batch's loss is a sum, and so are values logged from it."""

@@ -9,12 +9,13 @@ from torch import nn
 from lightning_fasttrain.core.batch.leaves import split_batch
 from lightning_fasttrain.core.batch.padded_axes import padding_in
 from lightning_fasttrain.core.checks import PositiveInt, positive_int
-from lightning_fasttrain.core.host.lightning import refuse_static_graph
+from lightning_fasttrain.core.host.lightning import refuse_static_graph, replaced_closures
 from lightning_fasttrain.core.messages import explain, number_of
 from lightning_fasttrain.core.modules.select import as_list
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.micro_batching.find_backbone import Through
 from lightning_fasttrain.micro_batching.micro_batch_closure import BatchClosures
+from lightning_fasttrain.micro_batching.micro_batch_graphs import refuse_run
 from lightning_fasttrain.micro_batching.normalizer.count_targets import (
     Count,
     CountRule,
@@ -82,6 +83,14 @@ class MicroBatching(Technique):
             included; a longer row runs alone. Where attention stores its weights (eager attention), long rows take
             more memory than as many tokens in short ones, so choose it for the longest. Where rows also hold pictures,
             or sequences that keep their length, micro-batches have no more rows than with padding.
+        cuda_graph: True records the forward and backward of a micro-batch as one CUDA graph and replays it, so that the
+            host launches one graph instead of thousands of kernels; the first three batches run without. None does not,
+            as long as this has not been measured on a GPU. What Python decides is that of the recorded
+            micro-batch: ``training_step`` must depend on nothing but its batch, weights and random numbers of the
+            device. Micro-batches of other shapes, or with padding where the recorded one had none, have graphs of
+            their own, eight at most. Where a loss is divided by something else than was counted, a flag on the device
+            makes the optimizer, which must be a fused one of torch, leave the step out, and the next step raises an
+            error. Has run on a simulated CUDA driver only, which checks calls and memory, and no values.
 
     Raises:
         TypeError: n is not an integer; ``then`` holds an object that is not a technique; ``through`` is neither a name
@@ -89,7 +98,9 @@ class MicroBatching(Technique):
         ValueError: n is less than 1; ``then`` holds another kind of technique; in ``fit``: manual optimization, a
             strategy that accumulates by itself, ``"auto"`` with ``FSDP2Strategy``, or on several processes with a
             strategy other than DDP, or a step that communicates; a loss that can be split neither by itself nor at a
-            backbone.
+            backbone; with ``cuda_graph=True``: a device other than CUDA, several processes, accumulated batches, a loss
+            scaler, hooks in the backward, and what else a replayed graph would leave out, by name.
+        RuntimeError: with ``cuda_graph=True``: the step before was left out.
         torch.OutOfMemoryError: in ``fit``: nothing is left to try; with the missing memory, and further options.
 
     Example:
@@ -127,8 +138,13 @@ class MicroBatching(Technique):
         through: Through | None = None,
         trim_padding: bool | TrimPadding | None = None,
         max_tokens: PositiveInt | None = None,
+        cuda_graph: bool | None = None,
     ) -> None:
         self.adaptive = n == "auto"
+        self.cuda_graph = bool(cuda_graph)
+        if cuda_graph and self.adaptive:
+            why = "the search for a number that fits runs out of memory, where a graph cannot be recorded"
+            raise ValueError(explain("cuda_graph=True with n='auto'", why, "Set the number that was found"))
         self.n = 1 if n is None or n == "auto" else n
         self.trimming = TrimSearch(trim_padding, check_budget(max_tokens, n))
         if split is not None and self.trimming.is_asked_for:
@@ -155,7 +171,10 @@ class MicroBatching(Technique):
     def conflicts(cls) -> tuple[Conflict, ...]:
         why = "'auto' repeats batches that do not fit, and the other ranks would wait in a gather meanwhile"
         way_out = "Give a number, such as MicroBatching(8); predict_memory(strategy=..., world=...) says which fits"
-        return (Conflict(Capability.GATHERS_PARAMETERS, why, way_out, lambda technique, _: technique.adaptive),)
+        gathers = Conflict(Capability.GATHERS_PARAMETERS, why, way_out, lambda technique, _: technique.adaptive)
+        why, way_out = "a replayed CUDA graph leaves it out", "Leave cuda_graph out"
+        acts = Conflict(Capability.ACTS_IN_BACKWARD, why, way_out, lambda technique, _: technique.cuda_graph)
+        return gathers, acts
 
     def does(self, capability: Capability) -> bool:
         if capability is Capability.TRIMS_PADDING:
@@ -233,6 +252,8 @@ class MicroBatching(Technique):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: the first one at which the model is complete."""
+        if self.cuda_graph:
+            refuse_run(trainer)
         if self.adaptive and trainer.world_size > 1:
             refuse_collectives(pl_module)
         if self._splits:
@@ -250,6 +271,9 @@ class MicroBatching(Technique):
             state.update(n=self.n, then=self.savings.taken)
         if self.trimming.padding is not None:
             state["padding"] = self.trimming.padding.as_state()
+        closures = replaced_closures(trainer)
+        if isinstance(closures, BatchClosures) and closures.graphs is not None:
+            closures.graphs.refuse_left_out()  # its batch is not in these weights
         checkpoint["MicroBatching"] = {**state, **rule_state(self.found and self.found.count)}
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lightning_fasttrain.core.device import AsyncReading
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.core.state.values import widest_float
@@ -259,6 +260,7 @@ def add_gradients(
     sums: Float32GradientSums,
     no_sync: Callable[[], AbstractContextManager[object]],
     is_shared: bool,
+    replay: Callable[[Any, int], bool] | None = None,
 ) -> None:
     """Run forward and backward of each micro-batch, so that their gradients add up to that of the unsplit step.
 
@@ -272,6 +274,7 @@ def add_gradients(
         sums: the sums in float32, which end before a backward that other ranks take part in.
         no_sync: a context in which ranks do not wait for one another, entered for all micro-batches but the last.
         is_shared: whether the last backward averages gradients over ranks.
+        replay: adds the gradient of a micro-batch from a recorded graph; False where it has to run.
 
     Raises:
         OtherSplitError: the losses are not split as the weights say.
@@ -279,8 +282,12 @@ def add_gradients(
     """
     if gradients is not None:
         gradients.set_aside()
+    replay = replay or (lambda part, i: False)
+    mismatch: AsyncReading | None = None
     for i, part in enumerate(parts):
         last = i == len(parts) - 1
+        if replay(part, i):
+            continue
         with nullcontext() if last else no_sync():
             loss = run(part, i)
             if loss is None:
@@ -295,9 +302,10 @@ def add_gradients(
                 if is_shared:
                     sums.finish()  # DDP's buckets have the parameters' dtype
                 backward(loss)
-                # Read while the device is busy with the backward.
-                if mismatch is not None and mismatch.wait():
-                    refuse_mismatch(is_shared=is_shared)
         del loss  # free the graph before the next micro-batch runs
+    mismatch = mismatch or weights.find_mismatch()  # the last micro-batch may have been replayed
+    # Read while the device is busy with the backward.
+    if mismatch is not None and mismatch.wait():
+        refuse_mismatch(is_shared=is_shared)
     if gradients is not None and not gradients.closed:  # the last micro-batch's step returned None
         gradients.close(weights.settle() if weights.held else None)

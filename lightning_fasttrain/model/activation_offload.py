@@ -28,7 +28,7 @@ from lightning_fasttrain.core.modules.wrapped_forward import (
     why_none_ran,
     wrapper_on,
 )
-from lightning_fasttrain.technique import Setting, Surgery, Technique
+from lightning_fasttrain.technique import Capability, Setting, Surgery, Technique
 from lightning_fasttrain.technique.declarations import Facts, PredictedStep, why_no_blocks
 
 
@@ -487,6 +487,7 @@ class ActivationOffload(Technique):
     """
 
     surgery: ClassVar[Surgery | None] = Surgery.OFFLOAD
+    capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.ACTS_IN_BACKWARD})
     effect: ClassVar[str] = "saved activations are kept in host memory, or on disk"
     when: ClassVar[str] = (
         "activations of long sequences do not fit, and recomputing them would cost more than moving them; not on a CPU"

@@ -316,6 +316,7 @@ class GradientNoiseScale(Technique):
     """
 
     bitwise: ClassVar[bool] = True
+    capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.ACTS_IN_BACKWARD})
     effect: ClassVar[str] = "the critical batch size, from the noise between the gradients of a step's parts"
     when: ClassVar[str] = "you want to know how much a larger batch would still speed up training"
     in_a_loop: ClassVar[str] = "profiling.NoiseScale(model)"

@@ -40,6 +40,7 @@ from lightning_fasttrain.core.peak_memory import (
 )
 from lightning_fasttrain.profiling.memory_meter import MemoryWindow
 from lightning_fasttrain.profiling.memory_record import Allocation, MemoryRecord, check_kinds, save_memory_record
+from lightning_fasttrain.technique import Capability
 
 _MODULE = "lightning_fasttrain module "  # prefix of a module's range
 _NODE = "autograd::engine::evaluate_function: "  # torch's own prefix
@@ -471,6 +472,7 @@ class MemoryTimeline(MemoryWindow):
         See :class:`~lightning_fasttrain.profiling.MemoryRecording`.
     """
 
+    capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.ACTS_IN_BACKWARD})
     effect: ClassVar[str] = "a picture of memory over time by category, with the op and module at the peak"
     when: ClassVar[str] = "you want to know what memory is used for, and when"
     in_a_loop: ClassVar[str] = "profiling.MemoryRecording(model, optimizer, batch)"

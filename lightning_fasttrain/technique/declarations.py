@@ -66,6 +66,7 @@ class Capability(Enum):
     TILES_MLPS = "runs MLPs on a part of the tokens at a time"
     EVALUATES_AVERAGES = "evaluates with other weights than those that train"
     GATHERS_PARAMETERS = "gathers parameters from other ranks inside of each forward and backward"
+    ACTS_IN_BACKWARD = "acts in Python while the backward runs"
     ADAPTS_LAYERS = "quantises or freezes linear layers, and trains adapters beside them"
 
 

@@ -4,7 +4,9 @@ Whether a mask hides anything, how long rows are and how many targets they have 
 Once it is on a device, each such question waits until the device has finished all earlier work.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +26,7 @@ class _Copy(NamedTuple):
     version: int
 
 
+_reads: ContextVar[list[Tensor] | None] = ContextVar("_reads", default=None)
 _copies: Any = WeakTensorKeyDictionary()  # tensor on a device → _Copy
 
 
@@ -41,6 +44,11 @@ def keep_on_host(moved: Tensor, values: Tensor) -> None:
     if is_same and is_kept and moved.storage_offset() == 0 and not moved.is_inference():
         copy = torch.empty_strided(values.shape, values.stride(), dtype=values.dtype).copy_(values)
         _copies[moved] = _Copy(copy, moved._version)
+
+
+def forget_on_host(moved: Tensor) -> None:
+    """Drop the values of a tensor on a device, which is written to without torch's noticing."""
+    _copies.pop(moved, None)
 
 
 def host_values(tensor: Tensor) -> Tensor | None:
@@ -68,6 +76,9 @@ def host_values(tensor: Tensor) -> Tensor | None:
     if base._version != kept.version:
         del _copies[base]
         return None
+    reads = _reads.get()
+    if reads is not None:
+        reads.append(base)
     if tensor is base:
         return kept.values
     return kept.values.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
@@ -77,6 +88,17 @@ def on_host_if_known(tensor: Tensor) -> Tensor:
     """Return :func:`host_values` of a tensor; where they are not known, the tensor itself."""
     values = host_values(tensor)
     return tensor if values is None else values
+
+
+@contextmanager
+def noting_reads() -> Iterator[list[Tensor]]:
+    """Yield the tensors whose values are read by :func:`host_values` in the context, of a view the base."""
+    found: list[Tensor] = []
+    token = _reads.set(found)
+    try:
+        yield found
+    finally:
+        _reads.reset(token)
 
 
 class Transfers(TorchDispatchMode):

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from lightning_fasttrain.core.batch.host_copies import Transfers, host_values, keep_on_host, on_host_if_known
+from lightning_fasttrain.core.batch.host_copies import Transfers, host_values, keep_on_host
 from lightning_fasttrain.core.modules.select import class_if_imported
-from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch, patch_all
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch, patch_all, patched
 
 _MASKING = "transformers.masking_utils"
 
@@ -110,9 +110,14 @@ def _read_on_host(asks: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(asks)
     def answer(padding_mask: Tensor | None, *args: Any, **kwargs: Any) -> Any:
+        known = None
         if padding_mask is not None and not torch.compiler.is_compiling():
-            padding_mask = on_host_if_known(padding_mask)
-        return asks(padding_mask, *args, **kwargs)
+            known = host_values(padding_mask)
+        if known is None:
+            return asks(padding_mask, *args, **kwargs)
+        # While a CUDA graph is recorded transformers reads no values, but those on the host may be read.
+        with patched(sys.modules[_MASKING], "is_tracing", lambda *_: False):
+            return asks(known, *args, **kwargs)
 
     return answer
 
@@ -147,7 +152,10 @@ def _find_packed(find: Callable[..., Any]) -> Callable[..., Any]:
         values = host_values(position_ids)
         if values is None:
             return _OwnPositions.find(find, position_ids, *args, **kwargs)
-        packed = find(values, *args, **kwargs)
+        with patched(sys.modules[_MASKING], "is_tracing", lambda *_: False):
+            packed = find(values, *args, **kwargs)
+        if isinstance(packed, Tensor) and position_ids.is_cuda and torch.cuda.is_current_stream_capturing():
+            return find(position_ids, *args, **kwargs)  # a copy from the host would be repeated with these values
         if not isinstance(packed, Tensor) or packed.device == position_ids.device:
             return packed
         if position_ids.device.type == "cuda":

@@ -71,12 +71,28 @@ class TakenSteps:
             handle.remove()
 
 
+def skip_on_device(optimizer: Optimizer, flag: Tensor) -> None:
+    """Have a fused optimizer of torch skip its coming steps where a flag on its device is 1.
+
+    Whoever sets it reports a skipped step as an error, so :func:`was_skipped_on_device` need not wait for the flag.
+    """
+    vars(optimizer).update(found_inf=flag, reports_skipped=True)
+
+
+def stop_skipping(optimizer: Optimizer) -> None:
+    """Undo :func:`skip_on_device`."""
+    if vars(optimizer).pop("reports_skipped", False):
+        del vars(optimizer)["found_inf"]
+
+
 def was_skipped_on_device(optimizer: Optimizer) -> bool:
     """Whether a fused optimizer has skipped the step that ends now, in a hook after it.
 
     A loss scaler or a guard tells such an optimizer by ``found_inf``, a tensor on its device, which is waited for.
     Other optimizers are not called for a step that is skipped, and have no such attribute.
     """
+    if getattr(optimizer, "reports_skipped", False):
+        return False
     overflow = getattr(optimizer, "found_inf", None)
     return isinstance(overflow, Tensor) and bool(overflow)
 

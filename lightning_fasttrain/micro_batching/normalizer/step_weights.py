@@ -36,6 +36,7 @@ class StepWeights:
         parts: the micro-batches.
         reference: the divisor of counts in a window of several batches, whose total is not known yet.
         over_ranks: sums a number over the ranks that share a total, a collective; None where each has its own.
+        known: the weights, where they need not be counted.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class StepWeights:
         parts: Sequence[object],
         reference: Number | None = None,
         over_ranks: Callable[[Number], Number] | None = None,
+        known: "MicroBatchWeights | None" = None,
     ) -> None:
         self.split = split
         self.parts = len(parts)
@@ -55,10 +57,12 @@ class StepWeights:
         self.losses: list[Tensor] = []
         self.readings: list[Reading] = []
         self.held: list[int] = []  # micro-batches that gave a loss
-        self.known: MicroBatchWeights | None = None
+        self.known = known
         self._doubts: list[Tensor] = []  # comparisons on a device, where True is a mismatch
         counts: list[Number] = []
         total: Number = 1
+        if known is not None:
+            return
         if split.is_sum:
             counts = [1] * self.parts
         elif split.count is not None:
@@ -162,11 +166,20 @@ class StepWeights:
         Raises:
             OtherSplitError: they do.
         """
+        mismatch = self.compare()
+        return None if mismatch is None else AsyncReading(mismatch)
+
+    def compare(self) -> Tensor | None:
+        """Return whether the readings contradict a split of one loss, where that is computed on a device.
+
+        Raises:
+            OtherSplitError: they do, as the host knows.
+        """
         for one, other in self._pairs_that_must_agree():
             self._refuse(differ(one, other), _SEVERAL)
         if not self._doubts:
             return None
-        return AsyncReading(torch.stack(self._doubts).any())
+        return torch.stack(self._doubts).any()
 
     def _pairs_that_must_agree(self) -> Iterator[tuple[Number, Number]]:
         readings = [reading for reading in self.readings if not reading.is_nothing]
@@ -269,6 +282,24 @@ class MicroBatchWeights:
             return loss.to(_dtype_of(loss)) * self._numbers[part]
         weights, counted = self._on(loss.device, _dtype_of(loss))
         return _ScaleLoss.apply(loss, weights[part], counted[part])  # pyright: ignore[reportReturnType]
+
+    @classmethod
+    def of_row(cls, row: Tensor) -> "MicroBatchWeights":
+        """Return the weights of a single micro-batch by its row in such a table, which may be filled later."""
+        weights = cls([row[1]], row[1])
+        weights._tensors[row.device, torch.float32] = row[:1], row[1:] > 0
+        return weights
+
+    def table_on(self, device: torch.device) -> Tensor:
+        """Return the weight and the count of each micro-batch in float32, of shape (micro-batches, 2)."""
+        if any(isinstance(number, Tensor) for number in (*self.counts, self.total)):
+            counts = torch.stack([_as_tensor(count, device) for count in self.counts])
+            return torch.stack([self._on(device, torch.float32)[0], counts.float()], 1)
+        # A count of 0 has the weight 0, as in `_on`.
+        rows = [(count / self.total * (count > 0), count) for count in self.counts]
+        # Pinned: otherwise the copy would wait for the device.
+        table = torch.tensor(rows, dtype=torch.float32, pin_memory=device.type == "cuda")
+        return table.to(device, non_blocking=True)
 
     def add_up(self, values: Sequence[Tensor]) -> Tensor:
         """Return the weighted sum of one value per micro-batch."""
