@@ -15,7 +15,7 @@ from lightning_fasttrain.core.batch import batch_of, count_batch
 from lightning_fasttrain.core.batch.leaves import batch_size, walk_leaves
 from lightning_fasttrain.core.checks import PositiveFloat, PositiveInt, check_arguments, one_of
 from lightning_fasttrain.core.device import GIB
-from lightning_fasttrain.core.messages import explain, first_line
+from lightning_fasttrain.core.messages import explain, first_line, quiet_libraries
 from lightning_fasttrain.core.modules.blocks import find_blocks
 from lightning_fasttrain.core.modules.fake_mode import FakeMode
 from lightning_fasttrain.loss import FusedLossHead
@@ -32,10 +32,10 @@ from lightning_fasttrain.strategy.zero.zero_states import make_optimizer
 from lightning_fasttrain.technique import Technique
 from lightning_fasttrain.technique.declarations import Facts, add_model
 
-_DEPTHS = 2, 4  # blocks of the models on which layouts of deeper ones are compared
+_DEPTHS = 2, 3  # blocks of the models on which layouts of deeper ones are compared
 _MOST_RANKS_PER_BATCH = 16
-_MOST_TOKENS = 2**16  # of a micro-batch: larger ones compute no faster
-_CURVE = (0.5, 1, 2, 4)  # times the devices
+_MOST_TOKENS = 2**15  # of a micro-batch: larger ones compute hardly faster
+_CURVE, _MOST_LINES = (0.5, 1, 2), 3  # times the devices; strategies
 _LEFT_OUT = (
     "Not predicted, and left out: pipeline parallelism, offload, and tensor or context parallel ranks together with "
     "replicas or with each other."
@@ -72,9 +72,9 @@ def plan_cluster(
     The layouts are DDP, FSDP2, FSDP2 with a replica on each node, FSDP2 with tensor or context parallel ranks inside of
     a node, and ZeRO; each with micro-batches as large as fit, and with blocks that recompute nothing, what is cheap, or
     everything, and a fused loss head or not. All have the same global batch. The model is not allocated: each layout
-    is predicted by :func:`~lightning_fasttrain.predict_time`. Deep models with equal blocks are compared on two shallow
-    ones, from which time and memory grow in proportion to the blocks; the layouts in the report are predicted on the
-    whole model.
+    is predicted by :func:`~lightning_fasttrain.predict_time`. Layouts of deep models with equal blocks are compared on
+    two shallow ones, from which time and memory grow in proportion to the blocks; the first of the report is predicted
+    on the whole model.
 
     Layouts are taken by the time that they would need if their memory did not matter. One that fits is a result; of one
     that does not, the largest smaller micro-batch that may fit is next, and the same with more recomputation. ZeRO
@@ -143,9 +143,11 @@ def plan_cluster(
     families = _list_families(net, optimizer, cluster, search.left_out)
     if not any(cluster.divides(family) for family in families):
         _refuse_batch(cluster, each, "tokens" if tokens_of_batch else "samples", batch_tokens)
-    rows = search.run(cluster, [family for family in families if not search.rounds(family)], top, exact=True)
-    if len(rows) < top:
-        rows += search.run(cluster, list(filter(search.rounds, families)), top - len(rows), exact=True)
+    rows: list[PlannedLayout] = []
+    for rounds in (False, True):
+        if len(rows) < top:
+            considered = [family for family in families if search.rounds(family) is rounds]
+            rows += search.run(search.list_starts(cluster, considered), top - len(rows), exact=not rows)
     if not rows:
         raise search.explain_nothing(cluster, families, profile)
     curve = search.draw_curve(cluster, rows)
@@ -305,7 +307,8 @@ class _Predictor:
         if (layout, exact) not in self.known:
             self.tell(f"{len(self.known) + 1} layouts: {layout}")
             nets = [self.net] if exact else self.shallow
-            points = [_Point.of(self._predict(net, layout)) for net in nets]
+            with quiet_libraries():  # which log the errors of layouts that are left out
+                points = [_Point.of(self._predict(net, layout)) for net in nets]
             point = points[0] if exact else points[0].continued(points[1], self.times)
             self.known[layout, exact] = point
         return self.known[layout, exact]
@@ -375,8 +378,15 @@ class _Search:
         self.error: Exception | None = None
         self.has_compared = False
 
-    def run(self, cluster: _Cluster, families: Sequence[Layout], top: int, exact: bool) -> list[PlannedLayout]:
-        """Return the best layouts; ``exact`` ones are predicted on the whole model."""
+    def run(self, starts: Sequence[Layout], top: int, exact: bool, most: int | None = None) -> list[PlannedLayout]:
+        """Return the best layouts that fit, from the fastest ones to consider.
+
+        Args:
+            starts: each with the largest micro-batches, and the least recomputation.
+            top: how many to return.
+            exact: whether the first of them is predicted on the whole model.
+            most: samples of the largest micro-batches; by default the usual ones.
+        """
         queue: list[tuple[float, int, Layout, _Point]] = []
         seen: set[tuple[Layout, bool]] = set()
 
@@ -388,30 +398,32 @@ class _Search:
             if point is not None:
                 heapq.heappush(queue, (point.seconds, len(seen), layout, point))
 
-        for family in families:
-            if cluster.divides(family):
-                layout = self._place(cluster, family)
-                self._choose_heads(layout)
-                push(layout if False in self.heads else replace(layout, fused_head=True))
-            else:
-                ranks = cluster.devices // family.ranks_per_batch
-                self.left_out.setdefault(family.family, f"{ranks} ranks do not divide {cluster.samples:,} samples")
+        for start in starts:
+            push(start)
         found: list[PlannedLayout] = []
         while queue and len(found) < top:
             *_, layout, point = heapq.heappop(queue)
             if point.peak_bytes > self.usable:
-                for leaner in self._list_leaner(layout, point):
+                for leaner in self._list_leaner(layout, point, most or self.most):
                     push(leaner)
-            elif exact and not point.exact:
+            elif exact and not found and not point.exact:
                 push(layout, exact=True)
             else:
                 found.append(self._row(layout, point))
         return found
 
-    def _place(self, cluster: _Cluster, family: Layout) -> Layout:
-        """Return the layout of a family on a cluster, with the largest micro-batches."""
-        layout = cluster.place(family)
-        return _split(layout, max(_divisors(layout.micro_batch, self.most)))
+    def list_starts(self, cluster: _Cluster, families: Sequence[Layout]) -> list[Layout]:
+        """Return the fastest layout to consider of each family, and note which cannot divide the batch."""
+        starts = []
+        for family in families:
+            if cluster.divides(family):
+                layout = _split(cluster.place(family), self.most)
+                self._choose_heads(layout)
+                starts.append(replace(layout, fused_head=False not in self.heads))
+            else:
+                ranks = cluster.devices // family.ranks_per_batch
+                self.left_out.setdefault(family.family, f"{ranks} ranks do not divide {cluster.samples:,} samples")
+        return starts
 
     def _choose_heads(self, layout: Layout) -> None:
         """Leave out the plain head if the fused one, which never takes more memory, takes no more time either."""
@@ -441,17 +453,16 @@ class _Search:
             self.left_out.setdefault(f"{layout.family}{beside}", first_line(error).rstrip("."))
             return None
 
-    def _list_leaner(self, layout: Layout, point: _Point) -> Iterator[Layout]:
+    def _list_leaner(self, layout: Layout, point: _Point, largest: int) -> Iterator[Layout]:
         """Yield the layouts that may fit where this one does not: smaller micro-batches, and more recomputation."""
         if point.states > self.usable:
             return
         # At the time of this peak, what does not grow with the micro-batch is at least the states.
         most = int(layout.micro_batch * (self.usable - point.states) / (point.peak_bytes - point.states))
         count = layout.micro_batch * layout.accumulate
-        smaller = _divisors(count, min(most, layout.micro_batch - 1))
-        if smaller:
-            yield _split(layout, max(smaller))
-        if layout.micro_batch < max(_divisors(count, self.most)):
+        if most > 0 and layout.micro_batch > 1:
+            yield _split(layout, min(most, layout.micro_batch - 1))
+        if layout.micro_batch < _largest_divisor(count, largest):
             return
         if self.heads == (False, True) and not layout.fused_head and not layout.recompute:
             yield replace(layout, fused_head=True)
@@ -475,19 +486,23 @@ class _Search:
 
     def draw_curve(self, cluster: _Cluster, rows: Sequence[PlannedLayout]) -> dict[str, list[PlannedLayout]]:
         """Return the best layout of each strategy among ``rows`` on fewer and more devices."""
-        families = list(dict.fromkeys(_family_of(row.layout) for row in rows))
+        best: dict[Layout, PlannedLayout] = {}
+        for row in rows:
+            best.setdefault(_family_of(row.layout), row)
         if cluster.devices == 1:
-            families = [Layout("ddp"), Layout("fsdp2")]
+            best = {Layout("ddp"): rows[0], Layout("fsdp2"): rows[0]}
         curve: dict[str, list[PlannedLayout]] = {}
-        for family in families:
+        for family, row in list(best.items())[:_MOST_LINES]:
             points = []
             for factor in _CURVE:
-                if factor == 1:
-                    points += [row for row in rows if _family_of(row.layout) in (family, Layout("one"))][:1]
-                    continue
                 other = cluster.scale(factor)
-                if other is not None and _exists(family, other):
-                    points += self.run(other, [family], 1, exact=False)
+                if factor == 1:
+                    points.append(row)
+                elif other is not None and _exists(family, other):
+                    most, same = row.layout.micro_batch, row.layout
+                    start = _split(other.place(family), most)
+                    start = replace(start, recompute=same.recompute, fused_head=same.fused_head)
+                    points += self.run([start], 1, exact=False, most=most)
             name = family.family if family.replicas == 1 else "FSDP2, a replica on each node"
             curve[name] = points
         return curve
@@ -534,8 +549,8 @@ class _Search:
         if self.predictor.shallow:
             shallow, deep = " and ".join(map(str, _DEPTHS)), self.predictor.depth
             yield (
-                f"Layouts were compared on {shallow} of the {deep} blocks, and the rows above are of all of them; other "
-                "numbers of devices are not."
+                f"The first row is predicted on the whole model, the others, and other numbers of devices, on {shallow} "
+                f"of its {deep} blocks."
             )
         if any(row.rounds for row in rows):
             yield "ZeRO reduces gradients in bfloat16 here, and comes after the others."
@@ -547,13 +562,14 @@ class _Search:
         yield f"Machine: {machine.source}."
 
 
-def _divisors(count: int, most: int) -> list[int]:
-    return [number for number in range(1, min(count, most) + 1) if count % number == 0]
+def _largest_divisor(count: int, most: int) -> int:
+    return next(number for number in range(min(count, most), 0, -1) if count % number == 0)
 
 
-def _split(layout: Layout, micro_batch: int) -> Layout:
-    """Return the layout with other micro-batches of the same samples."""
+def _split(layout: Layout, most: int) -> Layout:
+    """Return the layout with micro-batches of at most so many samples, as large as divide its samples."""
     count = layout.micro_batch * layout.accumulate
+    micro_batch = _largest_divisor(count, most)
     return replace(layout, micro_batch=micro_batch, accumulate=count // micro_batch)
 
 
