@@ -22,7 +22,7 @@ RECOMPUTED = ("", "cheap", "all")
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model is laid out over devices, and what each of them computes at a time.
+    """A layout of a model over devices, with the micro-batches and the techniques of each.
 
     Args:
         strategy: ``"one"`` for a single device, ``"ddp"``, ``"zero-1"``, ``"zero-2"``, ``"zero-3"`` or ``"fsdp2"``.
@@ -53,7 +53,7 @@ class Layout:
         return self.tensor_parallel * self.context_parallel
 
     @property
-    def options(self) -> dict[str, int]:
+    def options(self) -> dict[str, Any]:
         """Arguments of the strategy that differ from its defaults."""
         names = ("replicas", "tensor_parallel", "context_parallel")
         return {name: getattr(self, name) for name in names if getattr(self, name) > 1}
@@ -187,12 +187,14 @@ class ClusterPlan(Report):
             where = f"{where} in {layout.nodes} nodes"
         title = f"{where}, {self.precision}, {self.global_batch:,} {self.unit} a step: {layout}"
         headings = ("s/step", "between", f"{self.unit}/s", "MFU", "GiB", "hours")
-        per_device = f"{self.unit.capitalize()}/s and GiB are of each device, of which {self.usable_bytes / GIB:.1f} GiB are usable."
-        notes = [per_device, *self._describe_other_sizes(), *self.notes]
+        usable = f"Of each device are {self.unit}/s and GiB, of which {self.usable_bytes / GIB:.1f} are usable."
+        notes = [usable, *self._describe_other_sizes(), *self.notes]
         table = ReportTable(title, {"layout": "name", **dict.fromkeys(headings, "number")}, notes)
         for row in self.rows:
             hours = "" if row.hours is None else f"{row.hours:,.4g}"
-            name, style = (f"{row.layout} ←", "bold") if row is self.chosen else (str(row.layout), "")
+            name, style = str(row.layout), ""
+            if row is self.chosen:
+                name, style = f"{name} ←", "bold"
             times = [f"{row.seconds:,.3g}", f"{row.low:,.3g}–{row.high:,.3g}"]
             speed = [f"{row.tokens_per_second:,.0f}", f"{row.mfu:.0%}"]
             table.add(name, *times, *speed, f"{row.peak_bytes / GIB:.1f}", hours, style=style)

@@ -1,10 +1,10 @@
 """Plan a training on devices that are not at hand: layouts by predicted time, within memory, at one global batch."""
 
 import heapq
-import math
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import torch
@@ -127,12 +127,15 @@ def plan_cluster(
         one_of("precision", precision, PREDICTED_PRECISIONS)
     else:
         precision = _choose_precision(profile)
-    _refuse_uneven(devices, nodes)
     batch = batch_of(batch)
-    one = batch_size(batch)
-    _, tokens_of_batch = count_batch(batch)
-    each = tokens_of_batch // one or 1
-    samples = _count_samples(batch_tokens, each, one * devices, tokens_of_batch > 0)
+    size = batch_size(batch)
+    tokens_of_batch = count_batch(batch)[1]
+    each, unit = tokens_of_batch // size or 1, "samples"
+    if tokens_of_batch:
+        unit = "tokens"
+    samples = size * devices
+    if batch_tokens is not None:
+        samples = _count_samples(batch_tokens, each, tokens_of_batch > 0)
     tell("looking at the model")
     net = fake_module(module, FakeMode())
     given = {"loss": loss, "optimizer": optimizer, "precision": precision, "machine": profile}
@@ -142,7 +145,7 @@ def plan_cluster(
     search = _Search(predictor, usable, precision, max(1, _MOST_TOKENS // each), tokens and tokens / each)
     families = _list_families(net, optimizer, cluster, search.left_out)
     if not any(cluster.divides(family) for family in families):
-        _refuse_batch(cluster, each, "tokens" if tokens_of_batch else "samples", batch_tokens)
+        raise ValueError(_explain_batch(cluster, each, unit))
     rows: list[PlannedLayout] = []
     for rounds in (False, True):
         if len(rows) < top:
@@ -150,11 +153,10 @@ def plan_cluster(
             rows += search.run(search.list_starts(cluster, considered), top - len(rows), exact=not rows)
     if not rows:
         raise search.explain_nothing(cluster, families, profile)
-    curve = search.draw_curve(cluster, rows)
-    unit = "tokens" if tokens_of_batch else "samples"
+    curve = {name: _in_unit(points, each) for name, points in search.draw_curve(cluster, rows).items()}
     return ClusterPlan(
-        tuple(_in_unit(row, each) for row in rows),
-        {name: tuple(_in_unit(row, each) for row in points) for name, points in curve.items()},
+        _in_unit(rows, each),
+        curve,
         profile.name,
         precision,
         unit,
@@ -164,9 +166,9 @@ def plan_cluster(
     )
 
 
-def _in_unit(row: PlannedLayout, each: int) -> PlannedLayout:
-    """Return the row with tokens in place of samples per second."""
-    return replace(row, tokens_per_second=row.tokens_per_second * each)
+def _in_unit(rows: Sequence[PlannedLayout], each: int) -> tuple[PlannedLayout, ...]:
+    """Return the rows with tokens in place of samples per second."""
+    return tuple(replace(row, tokens_per_second=row.tokens_per_second * each) for row in rows)
 
 
 def _choose_precision(machine: Machine) -> str:
@@ -175,25 +177,14 @@ def _choose_precision(machine: Machine) -> str:
     return "bf16-mixed" if reached.get("bfloat16", 0.0) > reached.get("float32", 0.0) else "32-true"
 
 
-def _refuse_uneven(devices: int, nodes: int) -> None:
-    if devices % nodes:
-        fewer, more = devices // nodes * nodes, math.ceil(devices / nodes) * nodes
-        nearest = f"devices={more}" if fewer == 0 else f"devices={fewer} or {more}"
-        why = "each node has the same number of devices"
-        raise ValueError(explain(f"devices={devices} in nodes={nodes}", why, f"Use {nearest}"))
-
-
-def _count_samples(batch_tokens: int | None, each: int, usual: int, has_tokens: bool) -> int:
+def _count_samples(batch_tokens: int, each: int, has_tokens: bool) -> int:
     """Return the samples of an optimizer step."""
-    if batch_tokens is None:
-        return usual
     if not has_tokens:
         way_out = "Leave it out: the global batch is then the batch that you give, on each device"
         raise ValueError(explain(f"batch_tokens={batch_tokens:,}", "the batch holds no token ids", way_out))
     if batch_tokens % each:
-        nearest = [f"{count * each:,}" for count in (batch_tokens // each, -(-batch_tokens // each)) if count]
         why = f"a sequence of the batch has {each:,} tokens"
-        raise ValueError(explain(f"batch_tokens={batch_tokens:,}", why, f"Use {' or '.join(nearest)}"))
+        raise ValueError(explain(f"batch_tokens={batch_tokens:,}", why, _name_multiples(batch_tokens, each, "Use ")))
     return batch_tokens // each
 
 
@@ -218,12 +209,12 @@ class _Cluster:
 
     def place(self, family: Layout) -> Layout:
         """Return the layout of a family here, with all samples of a rank at a time."""
-        one = self.devices == 1
-        strategy = "one" if one else "ddp" if family.strategy == "one" else family.strategy
-        replicas = self.nodes if family.replicas > 1 else 1
-        count = self.samples * family.ranks_per_batch // self.devices
-        sizes = {"devices": self.devices, "nodes": self.nodes, "micro_batch": count, "accumulate": 1}
-        return replace(family, strategy=strategy, replicas=replicas, **sizes)
+        placed = replace(family, devices=self.devices, nodes=self.nodes, accumulate=1)
+        if self.devices == 1:
+            placed = replace(placed, strategy="one")
+        if family.replicas > 1:
+            placed = replace(placed, replicas=self.nodes)
+        return replace(placed, micro_batch=self.samples * family.ranks_per_batch // self.devices)
 
 
 def _list_families(
@@ -245,23 +236,26 @@ def _list_families(
     return [family for family in families if not unfit or not family.strategy.startswith(unfit)]
 
 
-def _refuse_batch(cluster: _Cluster, each: int, unit: str, batch_tokens: int | None) -> None:
-    fewer, more = cluster.samples // cluster.devices, -(-cluster.samples // cluster.devices)
-    nearest = [f"{count * cluster.devices * each:,}" for count in (fewer, more) if count]
+def _explain_batch(cluster: _Cluster, each: int, unit: str) -> str:
     what = f"a global batch of {cluster.samples:,} samples on {cluster.devices:,} devices"
-    name = "batch_tokens=" if batch_tokens is not None else f"a global batch of {unit} "
-    raise ValueError(explain(what, "each rank computes equally many of them", f"Use {name}{' or '.join(nearest)}"))
+    way_out = _name_multiples(cluster.samples * each, cluster.devices * each, f"Use batch_{unit}=")
+    return explain(what, "no layout gives each rank equally many of them", way_out)
+
+
+def _name_multiples(number: int, divisor: int, words: str) -> str:
+    """Name the nearest multiples of ``divisor``."""
+    multiples = [count * divisor for count in (number // divisor, -(-number // divisor))]
+    return words + " or ".join(f"{multiple:,}" for multiple in multiples if multiple)
 
 
 @dataclass(frozen=True)
 class _Point:
-    """What is predicted of a layout; ``states`` are the bytes of its states at the peak."""
+    """The predicted step of a layout; ``states`` are the bytes of its states at the peak."""
 
     seconds: float
     low: float
     high: float
-    flops: float
-    peak_flops: float
+    ideal_seconds: float  # of its model FLOPs at the peak
     peak_bytes: float
     states: float
     exact: bool = True
@@ -269,16 +263,15 @@ class _Point:
     @staticmethod
     def of(report: TimeReport) -> "_Point":
         states = sum(report.memory.at_peak[category] for category in _STATES)
-        peak_flops = report.flops / (report.mfu * report.seconds) if report.mfu else math.inf
-        return _Point(
-            report.seconds, report.low, report.high, report.flops, peak_flops, report.peak_bytes, float(states)
-        )
+        times = report.seconds, report.low, report.high
+        return _Point(*times, report.mfu * report.seconds, report.peak_bytes, states)
 
     def continued(self, deeper: "_Point", times: float) -> "_Point":
         """Return ``deeper`` with ``times`` more of what it has more than this one."""
-        names = ("seconds", "low", "high", "flops", "peak_bytes", "states")
-        values = {name: getattr(deeper, name) + times * (getattr(deeper, name) - getattr(self, name)) for name in names}
-        return replace(deeper, **values, exact=False)
+        values = [
+            more + times * (more - less) for less, more in zip(astuple(self)[:-1], astuple(deeper)[:-1], strict=True)
+        ]
+        return _Point(*values, exact=False)
 
 
 class _Predictor:
@@ -296,21 +289,26 @@ class _Predictor:
         self.size = batch_size(batch)
         self.shallow, self.times, self.depth = _make_shallow(net)
         self.known: dict[tuple[Layout, bool], _Point] = {}
-        facts = add_model(Facts("cuda"), net)
-        can_fuse = count_batch(batch)[1] > 0 and FusedLossHead.why_not(facts) is None
-        self.can_fuse = can_fuse and not any(isinstance(one, FusedLossHead) for one in techniques)
-        recomputes = any(isinstance(one, ActivationCheckpointing) for one in techniques)
-        self.recomputed = RECOMPUTED if facts.blocks and not recomputes else RECOMPUTED[:1]
+        facts, given_kinds = add_model(Facts("cuda"), net), {type(one) for one in techniques}
+        has_logits = count_batch(batch)[1] > 0 and FusedLossHead.why_not(facts) is None
+        self.can_fuse = has_logits and FusedLossHead not in given_kinds
+        self.recomputed: tuple[str, ...] = ("",)
+        if facts.blocks and ActivationCheckpointing not in given_kinds:
+            self.recomputed = RECOMPUTED
 
     def predict(self, layout: Layout, exact: bool) -> _Point:
         exact = exact or not self.shallow
         if (layout, exact) not in self.known:
             self.tell(f"{len(self.known) + 1} layouts: {layout}")
-            nets = [self.net] if exact else self.shallow
-            with quiet_libraries():  # which log the errors of layouts that are left out
+            nets = self.shallow
+            if exact:
+                nets = [self.net]
+            with quiet_libraries(), warnings.catch_warnings():  # about layouts that are left out, too
+                warnings.simplefilter("ignore")
                 points = [_Point.of(self._predict(net, layout)) for net in nets]
-            point = points[0] if exact else points[0].continued(points[1], self.times)
-            self.known[layout, exact] = point
+            self.known[layout, exact] = points[0]
+            if not exact:
+                self.known[layout, exact] = points[0].continued(points[1], self.times)
         return self.known[layout, exact]
 
     def _predict(self, net: nn.Module, layout: Layout) -> TimeReport:
@@ -349,11 +347,11 @@ def _make_shallow(net: nn.Module) -> tuple[list[nn.Module], float, int]:
     except ValueError:
         return [], 0.0, 0
     parents = {name.rpartition(".")[0] for name in blocks}
-    shapes = [[tuple(parameter.shape) for parameter in block.parameters()] for block in blocks.values()]
     parent = next(iter(parents))
     listed = net.get_submodule(parent)
-    alike = len(parents) == 1 and all(shape == shapes[0] for shape in shapes)
-    if not alike or not isinstance(listed, nn.ModuleList) or len(blocks) <= 2 * _DEPTHS[1] or len(listed) > len(blocks):
+    shapes = {tuple(parameter.shape for parameter in block.parameters()) for block in blocks.values()}
+    is_list = isinstance(listed, nn.ModuleList) and len(listed) == len(blocks)
+    if len(parents) > 1 or len(shapes) > 1 or not is_list or len(blocks) <= 2 * _DEPTHS[1]:
         return [], 0.0, len(blocks)
     made = []
     for depth in _DEPTHS:
@@ -368,9 +366,7 @@ def _make_shallow(net: nn.Module) -> tuple[list[nn.Module], float, int]:
 class _Search:
     """Finds the fastest layouts that fit."""
 
-    def __init__(
-        self, predictor: _Predictor, usable: int, precision: str, most: int, samples: float | None
-    ) -> None:
+    def __init__(self, predictor: _Predictor, usable: int, precision: str, most: int, samples: float | None) -> None:
         self.predictor, self.usable, self.precision, self.most = predictor, usable, precision, most
         self.samples = samples
         self.heads: tuple[bool, ...] = (False, True) if predictor.can_fuse else (False,)
@@ -472,15 +468,16 @@ class _Search:
 
     def _row(self, layout: Layout, point: _Point) -> PlannedLayout:
         samples = layout.micro_batch * layout.accumulate * layout.devices // layout.ranks_per_batch
+        hours = self.samples and self.samples / samples * point.seconds / 3600
         return PlannedLayout(
             layout,
             point.seconds,
             point.low,
             point.high,
             samples / layout.devices / point.seconds,
-            point.flops / point.seconds / point.peak_flops,
+            point.ideal_seconds / point.seconds,
             int(point.peak_bytes),
-            None if self.samples is None else self.samples / samples * point.seconds / 3600,
+            hours,
             self.rounds(layout),
         )
 
@@ -530,8 +527,9 @@ class _Search:
         for factor in (2, 4, 8, 16):
             more = cluster.scale(factor)
             assert more is not None
-            strategy = "fsdp2" if nearest.strategy in ("one", "ddp") else nearest.strategy
-            wider = replace(more.place(replace(nearest, strategy=strategy)), micro_batch=1, accumulate=1)
+            if nearest.strategy in ("one", "ddp"):
+                nearest = replace(nearest, strategy="fsdp2")
+            wider = replace(more.place(nearest), micro_batch=1, accumulate=1)
             point = self._predict(wider)
             if point is not None and point.peak_bytes <= self.usable:
                 ways.append(f"{more.devices:,} devices under {wider.family}")
@@ -549,8 +547,8 @@ class _Search:
         if self.predictor.shallow:
             shallow, deep = " and ".join(map(str, _DEPTHS)), self.predictor.depth
             yield (
-                f"The first row is predicted on the whole model, the others, and other numbers of devices, on {shallow} "
-                f"of its {deep} blocks."
+                "The first row is predicted on the whole model, the others, and other numbers of devices, on "
+                f"{shallow} of its {deep} blocks."
             )
         if any(row.rounds for row in rows):
             yield "ZeRO reduces gradients in bfloat16 here, and comes after the others."
@@ -575,7 +573,8 @@ def _split(layout: Layout, most: int) -> Layout:
 
 def _family_of(layout: Layout) -> Layout:
     """Return the strategy with its arguments alone."""
-    return Layout(layout.strategy, **layout.options)
+    names = ("strategy", "replicas", "tensor_parallel", "context_parallel")
+    return Layout(**{name: getattr(layout, name) for name in names})
 
 
 def _exists(family: Layout, cluster: _Cluster) -> bool:

@@ -36,13 +36,15 @@ def planned(module=net, samples=4096, **settings):
 
 def predicted(layout, machine, precision="bf16-mixed", module=net):
     """The step of a layout, predicted by hand."""
-    strategies = {"one": None, "ddp": "ddp", "fsdp2": ft.FSDP2Strategy(**layout.options)}
+    strategy = ft.FSDP2Strategy(**layout.options)
+    if layout.strategy != "fsdp2":
+        strategy = "ddp" if layout.strategy == "ddp" else ZeROStage(layout.strategy[-1])
     return ft.predict_time(
         module,
         torch.zeros(layout.micro_batch, WIDTH),
         devices=layout.devices,
         nodes=layout.nodes,
-        strategy=strategies.get(layout.strategy) or (layout.strategy != "one" and ZeROStage(layout.strategy[-1])) or None,
+        strategy=strategy,
         techniques=layout.techniques(),
         accumulate=layout.accumulate,
         precision=precision,
@@ -150,7 +152,10 @@ def test_bad_input_is_refused(settings, message):
 
 @pytest.mark.parametrize(
     ("devices", "tokens", "message"),
-    [(1, 17, r"batch_tokens=17: a sequence of the batch has 5 tokens. Use 15 or 20"), (4, 35, r"batch_tokens=20 or 40")],
+    [
+        (1, 17, r"batch_tokens=17: a sequence of the batch has 5 tokens. Use 15 or 20"),
+        (4, 35, r"batch_tokens=20 or 40"),
+    ],
 )
 def test_a_global_batch_that_cannot_be_divided_is_refused_with_the_nearest(devices, tokens, message):
     with pytest.raises(ValueError, match=message):
