@@ -71,7 +71,7 @@ COMMANDS = (
             option("--tokens", metavar="N", help="of the training, as 10B or 1.4T"),
             option("--samples", metavar="N", help="of the training, if batches hold no token ids"),
             option("--gpu", metavar="NAME:N", help="as H100:8, a wrong name lists them; default: measure here"),
-            option("--mfu", type=float, metavar="SHARE", help="of that GPU's peak, assumed; default: 0.4"),
+            option("--mfu", type=float, metavar="SHARE", help="of that GPU's peak; default: of the predicted step"),
             option(
                 "--precision", help="32-true, bf16-mixed or bf16-true; default: bf16-mixed with --gpu, else 32-true"
             ),
@@ -81,8 +81,8 @@ COMMANDS = (
             _JSON,
         ],
         model_commands.estimate_run,
-        "Count the FLOPs of a step, and estimate the training by published formulas: time and energy on a named GPU, "
-        "or with an MFU that is measured on this machine; the loss that scaling laws expect, and the best use of the "
+        "Count the FLOPs of a step, and estimate the training: predicted time and energy on a named GPU, or with an MFU "
+        "that is measured on this machine; the loss that scaling laws expect, and the best use of the "
         "same budget; the critical batch size; memory. Each value states how it is known. TARGET is imported and "
         "called, which runs its code.",
     ),
