@@ -349,7 +349,9 @@ def _make_shallow(net: nn.Module) -> tuple[list[nn.Module], float, int]:
     parents = {name.rpartition(".")[0] for name in blocks}
     parent = next(iter(parents))
     listed = net.get_submodule(parent)
-    shapes = {tuple(parameter.shape for parameter in block.parameters()) for block in blocks.values()}
+    shapes = set()
+    for block in blocks.values():
+        shapes.add(tuple(parameter.shape for parameter in block.parameters()))
     is_list = isinstance(listed, nn.ModuleList) and len(listed) == len(blocks)
     if len(parents) > 1 or len(shapes) > 1 or not is_list or len(blocks) <= 2 * _DEPTHS[1]:
         return [], 0.0, len(blocks)
