@@ -32,7 +32,7 @@ from lightning_fasttrain.strategy.zero.zero_states import make_optimizer
 from lightning_fasttrain.technique import Technique
 from lightning_fasttrain.technique.declarations import Facts, add_model
 
-_DEPTHS = 2, 3  # blocks of the models on which layouts of deeper ones are compared
+_DEPTHS = 4, 5  # blocks of the models on which layouts are compared: fewer do not hold all that is prefetched
 _MOST_RANKS_PER_BATCH = 16
 _MOST_TOKENS = 2**15  # of a micro-batch: larger ones compute hardly faster
 _CURVE, _MOST_LINES = (0.5, 1, 2), 3  # times the devices; strategies
@@ -78,8 +78,7 @@ def plan_cluster(
 
     Layouts are taken by the time that they would need if their memory did not matter. One that fits is a result; of one
     that does not, the largest smaller micro-batch that may fit is next, and the same with more recomputation. ZeRO
-    under "bf16-mixed" reduces gradients in bfloat16, and comes after all others. Under "bf16-mixed" of a device without
-    bfloat16, and where float32 is as fast, "32-true" is chosen.
+    under "bf16-mixed" reduces gradients in bfloat16, and comes after all others.
 
     Args:
         module: the model, which is not changed, or a function that builds it.
@@ -90,7 +89,8 @@ def plan_cluster(
         network: of each device to other nodes, in Gbit/s; by default that of the machine, which is 400.
         batch_tokens: tokens of an optimizer step; by default a batch like ``batch`` on each device.
         tokens: of the training, for its hours; samples for batches without token ids.
-        precision: of the training, which then stays; as for :func:`~lightning_fasttrain.predict_time`.
+        precision: of the training, as for :func:`~lightning_fasttrain.predict_time`; by default "bf16-mixed" where the
+            device multiplies faster in it, else "32-true".
         techniques: further techniques of every layout.
         loss: (module, batch) → loss, instead of ``training_step``.
         optimizer: parameters → optimizer, instead of ``configure_optimizers``.
@@ -145,7 +145,9 @@ def plan_cluster(
     search = _Search(predictor, usable, precision, max(1, _MOST_TOKENS // each), tokens and tokens / each)
     families = _list_families(net, optimizer, cluster, search.left_out)
     if not any(cluster.divides(family) for family in families):
-        raise ValueError(_explain_batch(cluster, each, unit))
+        what = f"a global batch of {samples:,} sequences on {devices:,} devices"
+        way_out = _name_multiples(samples * each, devices * each, "Use batch_tokens=")
+        raise ValueError(explain(what, "no layout gives each rank equally many of them", way_out))
     rows: list[PlannedLayout] = []
     for rounds in (False, True):
         if len(rows) < top:
@@ -234,12 +236,6 @@ def _list_families(
             families += [Layout("fsdp2", tensor_parallel=count), Layout("fsdp2", context_parallel=count)]
     families += [Layout(f"zero-{stage}") for stage in (1, 2, 3)]
     return [family for family in families if not unfit or not family.strategy.startswith(unfit)]
-
-
-def _explain_batch(cluster: _Cluster, each: int, unit: str) -> str:
-    what = f"a global batch of {cluster.samples:,} samples on {cluster.devices:,} devices"
-    way_out = _name_multiples(cluster.samples * each, cluster.devices * each, f"Use batch_{unit}=")
-    return explain(what, "no layout gives each rank equally many of them", way_out)
 
 
 def _name_multiples(number: int, divisor: int, words: str) -> str:
