@@ -113,7 +113,7 @@ def test_a_deep_model_is_compared_on_shallow_ones():
             deep, batch, **direct, **{**STEP, "loss": loss}, machine=settings["machine"], techniques=techniques
         )
         assert row.seconds == pytest.approx(report.seconds, rel=0 if row is plan.chosen else 0.02)
-        assert row.peak_bytes == pytest.approx(report.peak_bytes, rel=0 if row is plan.chosen else 0.02)
+        assert row.peak_bytes == pytest.approx(report.peak_bytes, rel=0 if row is plan.chosen else 0.05)
 
 
 def test_what_cannot_fit_is_refused_with_its_shortfall_and_a_way_out():
