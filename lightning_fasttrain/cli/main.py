@@ -81,9 +81,9 @@ COMMANDS = (
             _JSON,
         ],
         model_commands.estimate_run,
-        "Count the FLOPs of a step, and estimate the training: time and energy, predicted on a named GPU or measured on "
-        "this machine; the loss that scaling laws expect, and the best use of the same budget; the critical batch size; "
-        "memory. Each value states how it is known. TARGET is imported and called, which runs its code.",
+        "Count the FLOPs of a step, and estimate the training: time and energy, predicted on a named GPU or measured "
+        "on this machine; the loss that scaling laws expect, and the best use of the same budget; the critical batch "
+        "size; memory. Each value states how it is known. TARGET is imported and called, which runs its code.",
     ),
     Command(
         "tune",
@@ -176,7 +176,7 @@ COMMANDS = (
         ],
         model_commands.plan_training,
         "Measure a model, predict what each mix of techniques takes, and choose the fastest that fits, for the same "
-        "global batch. With --gpu nothing is measured or allocated: strategy, micro-batches, recomputation and loss head "
+        "global batch. With --gpu nothing is measured or allocated: strategy, micro-batches, recomputation and head "
         "are chosen by predicted time, and --out draws tokens per second against devices. Prints a table, reasons and "
         "code. TARGET is imported and called, which runs its code.",
     ),

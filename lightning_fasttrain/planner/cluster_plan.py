@@ -34,6 +34,7 @@ class Layout:
         fused_head: whether the loss is computed without storing logits.
         micro_batch: samples that run at a time, on each group of ranks with a batch of its own.
         accumulate: micro-batches of an optimizer step.
+        reduce_once: whether FSDP2 sums the gradients of micro-batches unsharded, and reduces them once.
     """
 
     strategy: str
@@ -46,6 +47,7 @@ class Layout:
     fused_head: bool = False
     micro_batch: int = 1
     accumulate: int = 1
+    reduce_once: bool = True
 
     @property
     def ranks_per_batch(self) -> int:
@@ -56,19 +58,23 @@ class Layout:
     def options(self) -> dict[str, Any]:
         """Arguments of the strategy that differ from its defaults."""
         names = ("replicas", "tensor_parallel", "context_parallel")
-        return {name: getattr(self, name) for name in names if getattr(self, name) > 1}
+        given: dict[str, Any] = {name: getattr(self, name) for name in names if getattr(self, name) > 1}
+        return given if self.reduce_once else {**given, "reduce_once": False}
 
     @property
     def family(self) -> str:
         """The strategy with its arguments, in words."""
         name = {"one": "one device", "ddp": "DDP", "fsdp2": "FSDP2"}.get(self.strategy, self.strategy)
         name = name.replace("zero-", "ZeRO ")
-        return ", ".join([name, *(f"{option.replace('_', ' ')} {number}" for option, number in self.options.items())])
+        given = [(option, number) for option, number in self.options.items() if option != "reduce_once"]
+        return ", ".join([name, *(f"{option.replace('_', ' ')} {number}" for option, number in given)])
 
     def __str__(self) -> str:
         recomputed = {"cheap": "recompute all but products", "all": "recompute blocks"}.get(self.recompute, "")
         head = "fused head" if self.fused_head else ""
         split = f"{number_of(self.accumulate, 'batch', 'batches')} of {self.micro_batch:,}"
+        if not self.reduce_once:
+            split += " reduced each"
         return ", ".join(filter(None, [self.family, split, recomputed, head]))
 
     def make_strategy(self) -> object:
@@ -195,7 +201,7 @@ class ClusterPlan(Report):
             name, style = str(row.layout), ""
             if row is self.chosen:
                 name, style = f"{name} ←", "bold"
-            times = [f"{row.seconds:,.3g}", f"{row.low:,.3g}–{row.high:,.3g}"]
+            times = [f"{row.seconds:,.3g}", f"{row.low:,.2g}–{row.high:,.2g}"]
             speed = [f"{row.tokens_per_second:,.0f}", f"{row.mfu:.0%}"]
             table.add(name, *times, *speed, f"{row.peak_bytes / GIB:.1f}", hours, style=style)
         return table

@@ -448,7 +448,9 @@ class _Search:
             return None
 
     def _list_leaner(self, layout: Layout, point: _Point, largest: int) -> Iterator[Layout]:
-        """Yield the layouts that may fit where this one does not: smaller micro-batches, and more recomputation."""
+        """Yield what may fit where this does not: sharded gradients, smaller micro-batches, more recomputation."""
+        if layout.strategy == "fsdp2" and layout.accumulate > 1 and layout.reduce_once:
+            yield replace(layout, reduce_once=False)
         if point.states > self.usable:
             return
         # At the time of this peak, what does not grow with the micro-batch is at least the states.
@@ -507,6 +509,7 @@ class _Search:
         leanest = []
         for family in filter(cluster.divides, families):
             layout = _split(cluster.place(family), 1)
+            layout = replace(layout, reduce_once=layout.strategy != "fsdp2" or layout.accumulate == 1)
             layout = replace(layout, fused_head=self.heads[-1], recompute=self.predictor.recomputed[-1])
             point = self._predict(layout)
             if point is not None:
@@ -527,7 +530,7 @@ class _Search:
             assert more is not None
             if nearest.strategy in ("one", "ddp"):
                 nearest = replace(nearest, strategy="fsdp2")
-            wider = replace(more.place(nearest), micro_batch=1, accumulate=1)
+            wider = replace(more.place(nearest), micro_batch=1, accumulate=1, reduce_once=True)
             point = self._predict(wider)
             if point is not None and point.peak_bytes <= self.usable:
                 ways.append(f"{more.devices:,} devices under {wider.family}")

@@ -60,7 +60,9 @@ def every_layout(devices, samples, sizes):
         for recompute in ("", "cheap", "all"):
             for micro in sizes:
                 split = {"micro_batch": micro, "accumulate": count // micro}
-                yield replace(family, devices=devices, recompute=recompute, **split)
+                yield (layout := replace(family, devices=devices, recompute=recompute, **split))
+                if layout.strategy == "fsdp2" and layout.accumulate > 1:
+                    yield replace(layout, reduce_once=False)
 
 
 @pytest.mark.parametrize(("mib", "precision", "sizes"), [(93, "bf16-mixed", (4096, 2048)), (640, "32-true", (4096,))])
