@@ -67,10 +67,11 @@ def test_bad_input_is_one_line(capsys):
 
 def test_a_cluster_is_planned_without_it(tmp_path, capsys):
     drawn = tmp_path / "plan.png"
-    asked = "--gpu", "H100", "--devices", "2", "--batch-tokens", "1k", "--tokens", "1M", "--top", "1"
+    asked = "--gpu", "H100", "--batch-tokens", "1k", "--tokens", "1M", "--top", "1"
     assert main(["plan", "--size", "nano", *asked, "--out", str(drawn)]) == 0
     captured = capsys.readouterr()
-    assert "2 × H100-SXM" in captured.out
+    assert "1 × H100-SXM" in captured.out
+    assert "With 2 devices: " in captured.out
     assert "1,024 tokens a step" in captured.out
     assert "pipeline parallelism, offload" in " ".join(captured.out.split())
     assert "accumulate_grad_batches=" in captured.out
