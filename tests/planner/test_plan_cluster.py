@@ -85,7 +85,7 @@ def test_the_best_is_that_of_all_layouts(mib, precision, sizes):
 
 def test_the_curve_and_all_rows_are_direct_predictions():
     machine = machine_of(93)
-    plan = planned(machine=machine, devices=4, nodes=2, tokens=1e9, top=3)
+    plan = planned(machine=machine, devices=4, nodes=2, tokens=1e9, top=2)
     points = [*plan.rows, *(point for line in plan.curve.values() for point in line)]
     assert {point.layout.devices for point in points} == {2, 4, 8}
     for point in points:
@@ -164,7 +164,7 @@ def test_a_global_batch_that_cannot_be_divided_is_refused_with_the_nearest(devic
         plan_cluster(TinyLM(), lm_batches(1)[0], devices=devices, nodes=devices, batch_tokens=tokens)
 
 
-def test_a_language_model_is_planned_with_its_tokens_and_head(tmp_path):
+def test_a_language_model_is_planned_with_its_tokens_and_head():
     plan = plan_cluster(TinyLM(), lm_batches(1)[0], gpu="L4", devices=2, network=10, batch_tokens=60, tokens=600, top=2)
     assert (plan.unit, plan.global_batch) == ("tokens", 60)
     chosen = plan.chosen
@@ -174,7 +174,6 @@ def test_a_language_model_is_planned_with_its_tokens_and_head(tmp_path):
     assert max(map(len, plan.as_table().as_text(80).splitlines())) <= 80
     json.dumps(plan.as_dict())
     compile(plan.code(), "plan", "exec")
-    assert plan.save_picture(tmp_path / "plan.png").stat().st_size > 0
 
 
 def test_the_network_is_that_between_nodes():
