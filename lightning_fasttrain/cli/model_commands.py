@@ -171,8 +171,6 @@ def _plan_cluster(options: argparse.Namespace) -> None:
         raise CommandError("--memory goes without --gpu, whose memory is known. Leave one of them out.")
     if options.out and Path(options.out).suffix not in _PICTURES:
         raise CommandError(f"--out {options.out}: with --gpu it is a picture. Write --out plan.png, .svg or .pdf.")
-    if options.size is not None and options.batch is None:
-        options.batch = 1
     with working("looking at the model") as status:
         given: dict[str, Any] = {
             "batch_tokens": options.batch_tokens and _count_in_powers("--batch-tokens", options.batch_tokens),
@@ -182,7 +180,7 @@ def _plan_cluster(options: argparse.Namespace) -> None:
         if options.gpu is not None:
             given["gpu"] = options.gpu
         techniques = techniques_named(options.techniques)
-        module, batch = load_model_without_memory(options)
+        module, batch = load_model_without_memory(options, usual_batch=1)
         plan = plan_cluster(
             module,
             batch,
