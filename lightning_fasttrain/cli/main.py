@@ -71,7 +71,7 @@ COMMANDS = (
             option("--tokens", metavar="N", help="of the training, as 10B or 1.4T"),
             option("--samples", metavar="N", help="of the training, if batches hold no token ids"),
             option("--gpu", metavar="NAME:N", help="as H100:8, a wrong name lists them; default: measure here"),
-            option("--mfu", type=float, metavar="SHARE", help="of that GPU's peak, assumed; default: 0.4"),
+            option("--mfu", type=float, metavar="SHARE", help="of that GPU's peak; default: of the predicted step"),
             option(
                 "--precision", help="32-true, bf16-mixed or bf16-true; default: bf16-mixed with --gpu, else 32-true"
             ),
@@ -81,10 +81,9 @@ COMMANDS = (
             _JSON,
         ],
         model_commands.estimate_run,
-        "Count the FLOPs of a step, and estimate the training by published formulas: time and energy on a named GPU, "
-        "or with an MFU that is measured on this machine; the loss that scaling laws expect, and the best use of the "
-        "same budget; the critical batch size; memory. Each value states how it is known. TARGET is imported and "
-        "called, which runs its code.",
+        "Count the FLOPs of a step, and estimate the training: time and energy, predicted on a named GPU or measured "
+        "on this machine; the loss that scaling laws expect, and the best use of the same budget; the critical batch "
+        "size; memory. Each value states how it is known. TARGET is imported and called, which runs its code.",
     ),
     Command(
         "tune",
@@ -154,9 +153,16 @@ COMMANDS = (
     ),
     Command(
         "plan",
-        "measure a model, and choose the fastest mix of techniques that fits a limit of memory",
+        "choose the fastest mix of techniques that fits: measured here, or predicted for any cluster",
         [
             *model_options("sequences of that GPT's batch; default: 4"),
+            option("--gpu", metavar="NAME", help="predict for devices such as H100; a wrong name lists them"),
+            option("--machine", metavar="FILE", help="instead of --gpu: a profile, from fasttrain machine --out"),
+            option("--network", type=float, metavar="GBIT", help="with --gpu: Gbit/s of each device to other nodes"),
+            option("--batch-tokens", metavar="N", help="with --gpu: of a step, as 4M, which is 4 × 2^20"),
+            option("--tokens", metavar="N", help="with --gpu: of the training, as 1T, for its hours"),
+            option("--top", type=int, default=5, metavar="N", help="with --gpu: layouts to print; default: 5"),
+            _techniques("with --gpu, in every layout; default: none"),
             option("--memory", metavar="GIB", default="fit", help="limit in GiB; default: what is free here"),
             option("--devices", type=int, default=1, metavar="N", help="that train together; default: 1"),
             _NODES,
@@ -165,12 +171,14 @@ COMMANDS = (
             option("--device", help="cuda or cpu; one that is not here is planned for by prediction alone"),
             option("--steps", type=int, default=1000, metavar="N", help="of the coming run; default: 1000"),
             option("--seconds", type=float, default=120, metavar="S", help="for measuring, about; default: 120"),
-            option("--out", metavar="DIR", help="folder for plan.json, plan.yaml and plan.png"),
+            option("--out", metavar="DIR", help="folder for plan.json, plan.yaml, plan.png; with --gpu: a FILE.png"),
             _JSON,
         ],
         model_commands.plan_training,
         "Measure a model, predict what each mix of techniques takes, and choose the fastest that fits, for the same "
-        "global batch. Prints a table, reasons and code. TARGET is imported and called, which runs its code.",
+        "global batch. With --gpu nothing is measured or allocated: strategy, micro-batches, recomputation and head "
+        "are chosen by predicted time, and --out draws tokens per second against devices. Prints a table, reasons and "
+        "code. TARGET is imported and called, which runs its code.",
     ),
     Command(
         "why-not",

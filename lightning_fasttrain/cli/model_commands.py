@@ -13,6 +13,7 @@ from lightning_fasttrain.cli.command import (
     load_model,
     load_model_without_memory,
     note,
+    refusing,
     show_report,
     working,
 )
@@ -21,6 +22,8 @@ from lightning_fasttrain.cli.rehearsal.run_script import VERIFY
 
 if TYPE_CHECKING:
     from lightning_fasttrain.planner import Plan
+
+_PICTURES = (".png", ".svg", ".pdf")
 
 
 def predict_peak(options: argparse.Namespace) -> None:
@@ -123,6 +126,12 @@ def compare_strategies(options: argparse.Namespace) -> None:
 
 def plan_training(options: argparse.Namespace) -> None:
     """Run ``fasttrain plan``: the fastest way to train a model within a limit of memory."""
+    if options.gpu is not None or options.machine is not None:
+        _plan_cluster(options)
+        return
+    for name in ("network", "batch_tokens", "tokens", "techniques"):
+        if getattr(options, name):
+            raise CommandError(f"--{name.replace('_', '-')} goes with --gpu. Give --gpu H100, or leave it out.")
     from lightning_fasttrain.planner import make_plan
     from lightning_fasttrain.planner.make_plan import device_here
 
@@ -150,6 +159,55 @@ def plan_training(options: argparse.Namespace) -> None:
         print(f"\n{plan.code()}")
     if options.out:
         _write(plan, Path(options.out))
+
+
+def _plan_cluster(options: argparse.Namespace) -> None:
+    """Plan for devices that need not be at hand, by predicted time."""
+    from lightning_fasttrain.cli.subject import techniques_named
+    from lightning_fasttrain.estimate.estimate_training import read_count
+    from lightning_fasttrain.planner import plan_cluster
+
+    if options.memory != "fit":
+        raise CommandError("--memory goes without --gpu, whose memory is known. Leave one of them out.")
+    if options.out and Path(options.out).suffix not in _PICTURES:
+        raise CommandError(f"--out {options.out}: with --gpu it is a picture. Write --out plan.png, .svg or .pdf.")
+    with working("looking at the model") as status:
+        given: dict[str, Any] = {
+            "batch_tokens": options.batch_tokens and _count_in_powers("--batch-tokens", options.batch_tokens),
+            "tokens": options.tokens and read_count("--tokens", options.tokens),
+            "machine": options.machine,
+        }
+        if options.gpu is not None:
+            given["gpu"] = options.gpu
+        techniques = techniques_named(options.techniques)
+        module, batch = load_model_without_memory(options, usual_batch=1)
+        plan = plan_cluster(
+            module,
+            batch,
+            devices=options.devices,
+            nodes=options.nodes,
+            network=options.network,
+            precision=options.precision,
+            techniques=techniques,
+            top=options.top,
+            tell=lambda text: status.update(f"Predicting: {text}…"),
+            **given,
+        )
+    show_report(plan, options.json)
+    if not options.json:
+        print(f"\n{plan.code()}")
+    if options.out:
+        with refusing(ModuleNotFoundError, OSError):
+            note(f"Written: {plan.save_picture(options.out)}")
+
+
+def _count_in_powers(name: str, text: str) -> int:
+    """Parse a number of which k, M and B are powers of 1,024, as global batches are stated."""
+    from lightning_fasttrain.estimate.estimate_training import read_count
+
+    count, suffix = read_count(name, text), text.strip()[-1:].lower()
+    power = " kmb".find(suffix) if suffix.isalpha() else 0
+    return round(count * (1024 / 1000) ** power)
 
 
 def _number_or_word(text: str) -> Any:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_fasttrain.core.checks import PositiveFloat, PositiveShare, check_arguments, one_of
 from lightning_fasttrain.core.device import GIB
-from lightning_fasttrain.core.messages import Report, ReportTable, explain, format_bytes
+from lightning_fasttrain.core.messages import Report, ReportTable, explain, first_line, format_bytes
 from lightning_fasttrain.estimate.flops import (
     StepFlops,
     count_parameters_by_part,
@@ -48,6 +48,9 @@ from lightning_fasttrain.step_time.accelerators import (
     read_devices,
     training_hours,
 )
+from lightning_fasttrain.step_time.machine import machine_of
+from lightning_fasttrain.step_time.predict_time import predict_time
+from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
 from lightning_fasttrain.technique import Technique
 from lightning_fasttrain.technique.declarations import PredictedStep
 from lightning_fasttrain.technique.technique import find_with_surgery
@@ -307,7 +310,8 @@ def estimate_training(
     """Estimate the FLOPs, time, energy, loss, batch size and memory of a training.
 
     FLOPs are counted on a step without computing it. With ``gpu`` nothing is computed at all, and the model may be far
-    larger than this machine: time is that of the accelerator's peak times an assumed MFU. Without it, a few steps run
+    larger than this machine: time is that of :func:`~lightning_fasttrain.predict_time`, under DDP if it fits and else
+    under FSDP2, or of the accelerator's peak times a given MFU. Without it, a few steps run
     on copies of the model on this machine, and MFU is measured. Each value of the report states how it is known.
 
     Args:
@@ -316,7 +320,7 @@ def estimate_training(
         length: tokens of the training, each seen once; samples, for batches without token ids.
         gpu: an accelerator of :func:`~lightning_fasttrain.estimate.find_accelerator` and their number, as ``"H100:8"``;
             or one :class:`~lightning_fasttrain.estimate.Accelerator`. None to measure on this machine.
-        mfu: of that accelerator; by default 0.4.
+        mfu: of that accelerator; by default that of the predicted step, or 0.4 where it cannot be predicted.
         precision: ``"32-true"``, ``"bf16-mixed"`` or ``"bf16-true"``; by default bf16-mixed with ``gpu``, else 32-true.
         critical_batch: measured by :class:`~lightning_fasttrain.profiling.GradientNoiseScale`, in the unit of
             ``length``. By default that of Kaplan et al. at the expected loss.
@@ -358,7 +362,11 @@ def estimate_training(
         speed = _speed_here(flops, length, measured)
     else:
         accelerator, devices = (gpu, 1) if isinstance(gpu, Accelerator) else read_devices(gpu)
-        speed = _speed_on(accelerator, devices, flops, length, mfu)
+        settings = {"techniques": techniques, "precision": precision, "loss": loss, "optimizer": optimizer}
+        how = "assumed, as given"
+        if mfu is None:
+            mfu, how = _predict_mfu(module, batch, accelerator, devices, flops, settings)
+        speed = _speed_on(accelerator, devices, flops, length, mfu, how)
         memory["memory of a device"] = accelerator.memory_gib * GIB, "of its data sheet; CUDA itself takes part of it"
         notes += _notes_on(accelerator, precision)
     laws = _by_laws(flops, length)
@@ -397,9 +405,36 @@ def _speed_here(flops: StepFlops, length: float, measured: MeasuredStep) -> Spee
     return Speed(1, name, measured.peak_flops, peak, mfu, how, per_s, hours, hours, None)
 
 
-def _speed_on(accelerator: Accelerator, devices: int, flops: StepFlops, length: float, mfu: float | None) -> Speed:
-    how = f"assumed; {_PUBLISHED}" if mfu is None else "assumed, as given"
-    mfu = ASSUMED_MFU if mfu is None else mfu
+def _predict_mfu(
+    module: nn.Module | Factory,
+    batch: object,
+    accelerator: Accelerator,
+    devices: int,
+    flops: StepFlops,
+    settings: dict[str, Any],
+) -> tuple[float, str]:
+    """Return the MFU of a predicted step, under DDP if it fits and else under FSDP2, and how it is known.
+
+    Where the step cannot be predicted, such as without an optimizer, an MFU is assumed.
+    """
+    machine = machine_of(accelerator)
+    nodes = max(1, devices // machine.devices_per_node)
+    if devices % nodes:
+        nodes = 1
+    settings = {**settings, "devices": devices, "nodes": nodes, "machine": machine}
+    strategy, under = ("ddp", " under DDP") if devices > 1 else (None, "")
+    try:
+        report = predict_time(module, batch, strategy=strategy, **settings)
+        if devices > 1 and not report.fits:
+            report, under = predict_time(module, batch, strategy=FSDP2Strategy(), **settings), " under FSDP2"
+    except (TypeError, ValueError) as error:
+        return ASSUMED_MFU, f"assumed, since time is not predicted: {first_line(error)}; {_PUBLISHED}"
+    how = f"predicted{under}: {report.seconds * 1e3:,.4g} ms/step, {report.low * 1e3:,.4g} to {report.high * 1e3:,.4g}"
+    per_s = flops.tokens * devices / report.seconds
+    return model_flops_utilization(per_s, flops.flops_per_token, accelerator.flops, devices), how
+
+
+def _speed_on(accelerator: Accelerator, devices: int, flops: StepFlops, length: float, mfu: float, how: str) -> Speed:
     hours = training_hours(flops.flops_per_token * length, accelerator.flops, devices, mfu)
     energy = None if accelerator.watts is None else energy_kwh(hours * devices, accelerator.watts)
     per_s = length / hours / 3600

@@ -63,3 +63,34 @@ def test_bad_input_is_one_line(capsys):
         captured = capsys.readouterr()
         assert captured.out == ""
         assert words in captured.err
+
+
+def test_a_cluster_is_planned_without_it(tmp_path, capsys):
+    drawn = tmp_path / "plan.png"
+    asked = "--gpu", "H100", "--batch-tokens", "1k", "--tokens", "1M", "--top", "1"
+    assert main(["plan", "--size", "nano", *asked, "--out", str(drawn)]) == 0
+    captured = capsys.readouterr()
+    assert "1 × H100-SXM" in captured.out
+    assert "With 2 devices: " in captured.out
+    assert "1,024 tokens a step" in captured.out
+    assert "pipeline parallelism, offload" in " ".join(captured.out.split())
+    assert "accumulate_grad_batches=" in captured.out
+    assert drawn.stat().st_size > 0
+
+
+def test_bad_input_for_a_cluster_is_one_line_at_once(capsys):
+    for arguments, words in (
+        (("--gpu", "H1000"), "it is not in the table. Use B300"),
+        (("--gpu", "H100", "--devices", "3", "--nodes", "2"), "Use devices=2 or 4"),
+        (("--gpu", "H100", "--batch-tokens", "100"), "has 256 tokens. Use 256"),
+        (("--gpu", "H100", "--devices", "4", "--nodes", "4", "--batch-tokens", "768"), "Use batch_tokens=1,024"),
+        (("--gpu", "H100", "--batch-tokens", "many"), "--batch-tokens many"),
+        (("--gpu", "H100", "--memory", "9"), "--memory goes without --gpu"),
+        (("--gpu", "H100", "--out", "plans"), "Write --out plan.png"),
+        (("--tokens", "1T"), "--tokens goes with --gpu"),
+    ):
+        assert main(["plan", "--size", "nano", *arguments]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert words in captured.err
+        assert captured.err.count("\n") == 1

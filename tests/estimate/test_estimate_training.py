@@ -30,15 +30,16 @@ def here():
     return estimate.estimate_training(gpt(), BATCH, 1e6)
 
 
-def test_time_on_gpus_is_that_of_an_assumed_mfu(on_gpus):
+def test_time_on_gpus_is_that_of_a_predicted_step(on_gpus):
     speed, flops = on_gpus.speed, on_gpus.flops
-    assert speed.mfu == 0.4
-    assert speed.mfu_source.startswith("assumed; published: 21% to 46%")
-    assert speed.hours == estimate.training_hours(flops.flops_per_token * 1e9, 989.4e12, 8, 0.4)
+    step = ft.predict_time(gpt, BATCH, gpu="H100", devices=8, strategy="ddp")
+    assert speed.per_s == pytest.approx(8 * step.tokens_per_second)
+    assert speed.mfu_source.startswith(f"predicted under DDP: {step.seconds * 1e3:,.4g} ms/step, ")
+    assert speed.hours == pytest.approx(1e9 / speed.per_s / 3600)
     assert speed.device_hours == 8 * speed.hours
     assert speed.energy_kwh == pytest.approx(speed.device_hours * 0.7)
     mfu = estimate.model_flops_utilization(speed.per_s, flops.flops_per_token, 989.4e12, 8)
-    assert mfu == pytest.approx(0.4)
+    assert mfu == pytest.approx(speed.mfu)
     assert on_gpus.steps == 1e9 / (8 * ROWS * CONTEXT)
     assert on_gpus.pf_days == on_gpus.model_flops / 8.64e19
 
@@ -87,8 +88,7 @@ def test_the_report_is_a_table_and_plain_values(on_gpus):
         "35.7k parameters on 1B tokens",
         "8 × H100-SXM",
         "PF-days",
-        "assumed",
-        "Korthikanti",
+        "predicted under DDP",
         "gpt.blocks.*.up",
     ):
         assert words in text
@@ -118,6 +118,9 @@ def test_a_model_of_images_has_no_scaling_law():
 def test_peaks_that_a_precision_does_not_reach_are_noted():
     old = estimate.estimate_training(gpt, BATCH, 1e9, gpu="V100", precision="bf16-mixed")
     assert "V100 has no bfloat16" in " ".join(old.notes)
+    assert old.speed.mfu == 0.4
+    assert "assumed, since time is not predicted" in old.speed.mfu_source
+    assert "Korthikanti" in old.speed.mfu_source
     slow = estimate.estimate_training(gpt, BATCH, 1e9, gpu="A100", precision="32-true")
     assert "products of 32-true take at least twice as long" in " ".join(slow.notes)
 

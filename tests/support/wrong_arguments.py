@@ -70,6 +70,7 @@ MADE_HERE = {
     *("finetune.QuantizedReport", "loss.DeferredLogits", "model.AttentionChoice", "model.BlockPlan"),
     "model.CheckpointPlan",
     *("model.CompileReport", "model.LowPrecisionReport", "optim.Schedule", "planner.Choice", "planner.Plan"),
+    *("planner.ClusterPlan", "planner.Layout", "planner.PlannedLayout"),
     *("planner.Tried", "planner.Unused", "planner.UnusedReport", "memory.MemoryReport", "profiling.MemoryRecord"),
     *("checkpoint.ResumableLoader", "strategy.Consolidated"),
     *(

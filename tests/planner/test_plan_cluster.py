@@ -1,0 +1,191 @@
+"""Plans for clusters: the best of all layouts, as predicted directly, and refusals that name what works."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import lightning_fasttrain as ft
+from lightning_fasttrain.planner import Layout, plan_cluster
+from lightning_fasttrain.planner.plan_cluster import resize_batch
+from lightning_fasttrain.step_time import read_machine
+from lightning_fasttrain.strategy.zero.zero_states import ZeROStage
+from tests.support.nets import TinyLM, lm_batches
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of torch's collectives
+WIDTH = 256
+
+
+def net(blocks=3):
+    return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(blocks)])
+
+
+STEP = {"loss": lambda net, x: net(x).float().square().sum(), "optimizer": torch.optim.AdamW}
+
+
+def machine_of(mib, **changes):
+    """A machine whose devices have so much memory, and whose host is never late."""
+    return replace(read_machine("H100"), memory_gib=mib / 1024, host_us=0.5, **changes)
+
+
+def planned(module=net, samples=4096, **settings):
+    return plan_cluster(module, torch.zeros(samples, WIDTH), **{"headroom": 0.0, **STEP, **settings})
+
+
+def predicted(layout, machine, precision="bf16-mixed", module=net):
+    """The step of a layout, predicted by hand."""
+    strategy = ft.FSDP2Strategy(**layout.options)
+    if layout.strategy != "fsdp2":
+        strategy = "ddp" if layout.strategy == "ddp" else ZeROStage(layout.strategy[-1])
+    return ft.predict_time(
+        module,
+        torch.zeros(layout.micro_batch, WIDTH),
+        devices=layout.devices,
+        nodes=layout.nodes,
+        strategy=strategy,
+        techniques=layout.techniques(),
+        accumulate=layout.accumulate,
+        precision=precision,
+        machine=machine,
+        **STEP,
+    )
+
+
+def every_layout(devices, samples, sizes):
+    families = [Layout("ddp"), Layout("fsdp2"), *(Layout(f"zero-{stage}") for stage in (1, 2, 3))]
+    count = samples // devices
+    for family in families:
+        for recompute in ("", "cheap", "all"):
+            for micro in sizes:
+                split = {"micro_batch": micro, "accumulate": count // micro}
+                yield (layout := replace(family, devices=devices, recompute=recompute, **split))
+                if layout.strategy == "fsdp2" and layout.accumulate > 1:
+                    yield replace(layout, reduce_once=False)
+
+
+@pytest.mark.parametrize(("mib", "precision", "sizes"), [(93, "bf16-mixed", (4096, 2048)), (640, "32-true", (4096,))])
+def test_the_best_is_that_of_all_layouts(mib, precision, sizes):
+    machine, fitting = machine_of(mib), []
+    for layout in every_layout(2, 2 * 4096, sizes):
+        if layout.strategy[:4] == "zero" and precision == "bf16-mixed":
+            continue
+        report = predicted(layout, machine, precision)
+        if report.fits:
+            fitting.append((report.seconds, layout, report))
+    seconds, layout, report = min(fitting, key=lambda one: one[0])
+    plan = planned(machine=machine, devices=2, precision=precision)
+    assert plan.chosen.layout == layout
+    assert plan.chosen.seconds == seconds
+    assert plan.chosen.peak_bytes == report.peak_bytes
+    assert plan.chosen.mfu == pytest.approx(report.mfu)
+    assert plan.chosen.tokens_per_second == pytest.approx(report.samples_per_second)
+
+
+def test_the_curve_and_all_rows_are_direct_predictions():
+    machine = machine_of(93)
+    plan = planned(machine=machine, devices=4, nodes=2, tokens=1e9, top=2)
+    points = [*plan.rows, *(point for line in plan.curve.values() for point in line)]
+    assert {point.layout.devices for point in points} == {2, 4, 8}
+    for point in points:
+        report = predicted(point.layout, machine)
+        assert point.seconds == report.seconds
+        assert point.layout.micro_batch * point.layout.accumulate * point.layout.devices == 4 * 4096
+        assert point.hours == pytest.approx(1e9 / (4 * 4096) * report.seconds / 3600)
+
+
+def test_a_deep_model_is_compared_on_shallow_ones():
+    def deep():
+        return nn.ModuleDict({"blocks": nn.ModuleList(net(12))})
+
+    def loss(net, x):
+        for block in net["blocks"]:
+            x = block(x)
+        return x.float().square().sum()
+
+    settings = {"machine": machine_of(640), "devices": 4, "top": 3, "loss": loss}
+    plan = planned(deep, **settings)
+    assert any("on 4 and 5 of its 12 blocks" in note for note in plan.notes)
+    for row in plan.rows:
+        batch = torch.zeros(row.layout.micro_batch, WIDTH)
+        direct = {"strategy": row.layout.make_strategy(), "accumulate": row.layout.accumulate, "devices": 4}
+        techniques = row.layout.techniques()
+        report = ft.predict_time(
+            deep, batch, **direct, **{**STEP, "loss": loss}, machine=settings["machine"], techniques=techniques
+        )
+        assert row.seconds == pytest.approx(report.seconds, rel=0 if row is plan.chosen else 0.02)
+        assert row.peak_bytes == pytest.approx(report.peak_bytes, rel=0 if row is plan.chosen else 0.05)
+
+
+def test_what_cannot_fit_is_refused_with_its_shortfall_and_a_way_out():
+    machine = machine_of(2)
+    with pytest.raises(ValueError, match="Nothing fits") as refused:
+        planned(samples=1, machine=machine, devices=2, techniques=[ft.ActivationCheckpointing()])
+    leanest = ft.predict_memory(
+        net,
+        torch.zeros(1, WIDTH),
+        **STEP,
+        strategy=ft.FSDP2Strategy(),
+        world=2,
+        precision="bf16-mixed",
+        techniques=[ft.ActivationCheckpointing()],
+    )
+    lacks = (leanest.peak_bytes - 2 * 2**20) / 2**30
+    said = str(refused.value)
+    assert f"lacks {lacks:.2g} GiB on each device" in said
+    assert "devices under FSDP2" in said or "such as T4" in said
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"gpu": "H1000"}, r"gpu='H1000': it is not in the table. Use B300, .*fasttrain machine --out"),
+        ({"devices": 10, "nodes": 4}, r"devices=10 in nodes=4: .* Use devices=8 or 12"),
+        ({"precision": "bf17"}, "precision"),
+        ({"batch_tokens": 100}, "batch_tokens=100: the batch holds no token ids"),
+        ({"headroom": 1.0}, "headroom"),
+    ],
+)
+def test_bad_input_is_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        planned(**settings)
+
+
+@pytest.mark.parametrize(
+    ("devices", "tokens", "message"),
+    [
+        (1, 17, r"batch_tokens=17: a sequence of the batch has 5 tokens. Use 15 or 20"),
+        (4, 35, r"batch_tokens=20 or 40"),
+    ],
+)
+def test_a_global_batch_that_cannot_be_divided_is_refused_with_the_nearest(devices, tokens, message):
+    with pytest.raises(ValueError, match=message):
+        plan_cluster(TinyLM(), lm_batches(1)[0], devices=devices, nodes=devices, batch_tokens=tokens)
+
+
+def test_a_language_model_is_planned_with_its_tokens_and_head():
+    plan = plan_cluster(TinyLM(), lm_batches(1)[0], gpu="L4", devices=2, network=10, batch_tokens=60, tokens=600, top=2)
+    assert (plan.unit, plan.global_batch) == ("tokens", 60)
+    chosen = plan.chosen
+    assert chosen.total_per_second == pytest.approx(60 / chosen.seconds)
+    assert chosen.hours == pytest.approx(10 * chosen.seconds / 3600)
+    assert any("pipeline parallelism, offload" in note for note in plan.notes)
+    assert max(map(len, plan.as_table().as_text(80).splitlines())) <= 80
+    json.dumps(plan.as_dict())
+    compile(plan.code(), "plan", "exec")
+
+
+def test_the_network_is_that_between_nodes():
+    machine = machine_of(640)
+    plan = planned(machine=machine, devices=2, nodes=2, network=80, top=1)
+    slower = replace(machine, between=replace(machine.between, gb_per_s=10))
+    assert plan.chosen.seconds == predicted(plan.chosen.layout, slower).seconds
+
+
+def test_a_batch_is_resized_without_values():
+    batch = {"x": torch.zeros(2, 3), "names": ["a", "b"], "scale": torch.tensor(2.0)}
+    larger = resize_batch(batch, 2, 5)
+    assert larger["x"].shape == (5, 3)
+    assert larger["names"] == ["a"] * 5
+    assert larger["scale"].shape == ()
