@@ -282,10 +282,6 @@ MISTAKES = {
     "fit([ft.optim.WeightEMA(), ft.optim.WeightEMA(0.99)])": ("WeightEMA is listed twice", "Remove one of them"),
     "fit([ft.Auto(2), ft.Auto(4)])": ("Auto is listed twice", "Remove one of them"),
     "fit([ft.Auto(2), ft.MicroBatching(2)])": ("Auto + MicroBatching(n=2)", "Remove MicroBatching"),
-    "fit([ft.optim.AdaptiveClipping()], gradient_clip_val=1.0)": (
-        "gradient_clip_val=1.0",
-        "Leave gradient_clip_val out",
-    ),
     "fit([ft.loaders.GlobalBatch(4)], accumulate_grad_batches=2)": ("GlobalBatch with accumulate_grad_batches=2",),
     "fit([ft.Auto])": ("callbacks=[Auto]", "Use Auto(...)"),
     "fit([ft.Doctor])": ("callbacks=[Doctor]", "Use Doctor(...)"),

@@ -121,8 +121,8 @@ class AdaptiveClipping(Technique):
         leave_out: names of modules whose own parameters are not clipped: ``["head"]``. Embeddings never are.
 
     Raises:
-        ValueError: ``factor`` or ``eps`` is not positive; in ``fit``: the model has no such module, a fused optimizer
-            is used with a loss scaler, or the Trainer has a ``gradient_clip_val``.
+        ValueError: ``factor`` or ``eps`` is not positive; in ``fit``: the model has no such module, or a fused
+            optimizer is used with a loss scaler.
 
     Example:
         >>> clipping = AdaptiveClipping(0.01, leave_out=["head"])
@@ -154,10 +154,6 @@ class AdaptiveClipping(Technique):
         self._parameters: list[Tensor] = []
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
-        if trainer.gradient_clip_val:
-            what = f"AdaptiveClipping with gradient_clip_val={trainer.gradient_clip_val}"
-            why = "it takes the place of clipping by norm or value, and gradients would be clipped twice"
-            raise ValueError(explain(what, why, "Leave gradient_clip_val out, or remove AdaptiveClipping"))
         return self._parameters.clear  # releases the model after the run
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
