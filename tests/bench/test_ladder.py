@@ -178,7 +178,7 @@ def test_the_code_shown_trains_as_it_was_measured(climbed, tmp_path, monkeypatch
 def test_padded_texts_train_the_same_without_their_padding_and_in_less_memory(climbed):
     whole, cut = climbed[1].padded
     assert cut.compared == whole.name
-    assert cut.max_loss_delta < 1e-5 * whole.loss  # products of other sizes round differently
+    assert cut.max_loss_delta < 1e-4 * whole.loss  # products of other sizes round differently, and steps add to it
     assert cut.peak_mib < whole.peak_mib
     assert cut.verdict.endswith("than with padding.")
 
