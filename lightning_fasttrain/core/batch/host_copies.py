@@ -56,7 +56,7 @@ def host_values(tensor: Tensor) -> Tensor | None:
 
     Returns:
         A tensor in host memory: ``tensor`` itself, if it is there; None where the values are not kept, or the tensor
-        has been changed in place since.
+        has been changed in place since. A change through ``tensor.data`` is not seen, as it is not by autograd.
 
     Example:
         >>> ids = torch.tensor([[1, 2], [3, 4]])
