@@ -39,7 +39,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
         Ours.
     """
     # Large enough to keep a device busy, small enough to take a few hundredths of a second.
-    side, rounds = (4096, 10) if device.type == "cuda" else (1024, 5)
+    side, rounds = (4096, 10) if device.type == "cuda" else (1024, 3)
     # Distinct values, since products of equal values take less power; drawn without advancing the run's generator.
     one = torch.randn(side, side, device=device, dtype=dtype, generator=torch.Generator(device).manual_seed(0))
     fastest = inf

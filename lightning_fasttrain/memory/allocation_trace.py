@@ -364,9 +364,9 @@ def run_cached(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
         build = _cache.get(key)
         if build is not None:
             return build(tensors)
-    if key is None or not tensors or key in _cache:
-        return func(*args, **kwargs)
-    return _run_and_cache(func, args, kwargs, key, tensors)
+        if key is None or not tensors or key in _cache:
+            return func(*args, **kwargs)
+        return _run_and_cache(func, args, kwargs, key, tensors)
 
 
 def _has_value(tensor: Tensor) -> bool:

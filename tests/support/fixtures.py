@@ -1,5 +1,6 @@
 """Shared fixtures: every test starts from the same seed, and leaves no global switch changed."""
 
+import functools
 import gc
 import os
 import random
@@ -70,12 +71,20 @@ def _nothing_distributed_stays():
 
 # The long ones first, since whatever begins last is what the other worker waits for.
 _FIRST = (
-    *("test_zero.py", "test_notebooks.py", "test_ladder.py", "test_example_benchmarks.py"),
+    *("test_zero.py", "trial/test_faults.py", "test_notebooks.py", "test_ladder.py", "test_example_benchmarks.py"),
     *("test_examples.py", "test_fsdp2.py", "test_tensor_parallel.py", "test_kill.py", "test_contracts.py"),
     *("test_failing_ranks.py", "test_compile_blocks.py", "test_hang_watch.py", "test_distributed.py"),
-    *("test_losses.py", "test_make_plan.py", "test_micro_batch_forward.py", "test_fitting.py", "test_elastic.py"),
+    *("test_tune_command.py", "test_losses.py", "test_memory_budget.py", "test_make_plan.py", "test_exact_resume.py"),
+    *("test_micro_batch_forward.py", "test_scale.py", "test_fitting.py", "test_elastic.py"),
     "test_consolidate.py",  # reads what test_zero.py leaves
 )
+
+
+@functools.cache
+def _turn_of(path):
+    """The place of a file of tests among those that come first."""
+    found = [turn for turn, name in enumerate(_FIRST) if path.as_posix().endswith(f"/{name}")]
+    return found[0] if found else len(_FIRST)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -104,7 +113,7 @@ def pytest_runtest_setup(item):
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: _FIRST.index(item.path.name) if item.path.name in _FIRST else len(_FIRST))
+    items.sort(key=lambda item: _turn_of(item.path))
     for item in items:
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))

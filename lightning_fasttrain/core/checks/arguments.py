@@ -8,7 +8,7 @@ import inspect
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_type_hints, overload
@@ -356,9 +356,11 @@ def require(module: str, extra: str) -> ModuleType:
     """
     from torch._subclasses.fake_tensor import unset_fake_temporarily  # here, for the check above comes before torch
 
+    # At its first import a package says what it lacks; to be asked for again it takes no time in a step.
+    quiet = nullcontext() if module in sys.modules else quiet_libraries()
     try:
         # Some packages make tables when they are imported, which must hold real values in a prediction too.
-        with unset_fake_temporarily(), quiet_libraries():
+        with unset_fake_temporarily(), quiet:
             return importlib.import_module(module)
     except ModuleNotFoundError as error:
         what = f"{module.partition('.')[0]} is not installed: it comes with the extra '{extra}'"

@@ -1,5 +1,7 @@
 """Make tensors with shapes but without memory, which may be copied."""
 
+from functools import cached_property
+
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 
@@ -13,6 +15,11 @@ class FakeMode(FakeTensorMode):
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
+
+    @cached_property
+    def avoid_device_init(self) -> bool:
+        """Whether there is no device to start. PyTorch looks for one, and for its driver's library, at each operator."""
+        return super().avoid_device_init
 
     def __deepcopy__(self, _: object) -> "FakeMode":
         return self

@@ -41,8 +41,7 @@ def random_state() -> dict[str, Any]:
 
 def _states_of_torch() -> dict[str, Any]:
     # To ask for CUDA's state would start CUDA: memory on each device, and forked processes could not use it.
-    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
-    every = torch.cuda.get_rng_state_all() if cuda else []
+    every = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     return {"torch": torch.get_rng_state(), "cuda": every, **_state_of_other_gpu()}
 
 

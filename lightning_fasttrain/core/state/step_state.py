@@ -527,7 +527,8 @@ class _CopyBeforeWriting(TorchDispatchMode):
                 held = isinstance(value, Tensor) and self._watched.get(_storage_of(value))
                 if held:
                     held.note_write()
-        return func(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunction():  # function modes have seen what the step called, and come before this
+            return func(*args, **(kwargs or {}))
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
