@@ -18,7 +18,7 @@ class FakeMode(FakeTensorMode):
 
     @cached_property
     def avoid_device_init(self) -> bool:
-        """Whether there is no device to start. PyTorch looks for one, and for its driver's library, at each operator."""
+        """Whether there is no device to start; PyTorch looks for one, and for its driver, at each operator."""
         return super().avoid_device_init
 
     def __deepcopy__(self, _: object) -> "FakeMode":
