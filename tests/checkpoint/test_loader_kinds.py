@@ -132,9 +132,11 @@ def resume(kind, files, seen, weight):
     return found
 
 
-def differing(kind, folder, call=lambda function, *arguments: function(*arguments)):
+def differing(kind, folder, call=lambda function, *arguments: function(*arguments), every=1):
+    """What differs, by the places that a run was resumed from, and how many there were."""
     seen, weight, is_left_alone, files = call(save_anywhere, kind, folder)
     found = {} if is_left_alone else {"uninterrupted": "other batches"}
+    files = dict(list(files.items())[::every])
     return found | call(resume, kind, files, seen, weight), len(files)
 
 
@@ -143,7 +145,7 @@ CHOSEN = random.Random(1).sample(list(KINDS), len(KINDS) // 10)
 
 @pytest.mark.parametrize("kind", CHOSEN)
 def test_an_uninterrupted_run_is_left_alone_and_a_resumed_one_is_bitwise(kind, tmp_path):
-    assert differing(kind, tmp_path)[0] == {}
+    assert differing(kind, tmp_path, every=3 if "workers" in kind else 1)[0] == {}  # each run starts its workers
 
 
 @pytest.mark.benchmark
