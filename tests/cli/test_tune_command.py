@@ -141,9 +141,9 @@ def test_a_loop_is_watched_and_tuned_where_its_step_is_marked(step, says, tuned)
 
 
 @pytest.mark.slow
-def test_one_of_two_ranks_is_tuned_and_the_other_ends(tmp_path, capfd):
+def test_one_of_two_forked_ranks_is_tuned_and_their_launcher_ends(tmp_path, capfd):
     script = tmp_path / "train.py"
-    script.write_text(SCRIPT.replace('accelerator="cpu"', 'accelerator="cpu", devices=2, strategy="ddp"'))
+    script.write_text(SCRIPT.replace('accelerator="cpu"', 'accelerator="cpu", devices=2, strategy="ddp_fork"'))
     assert main(["tune", "--minutes", "0.02", str(script)]) == 0
     assert "Measured on one of 2 ranks alone" in " ".join(capfd.readouterr().out.split())
 

@@ -199,6 +199,7 @@ def _be_a_script(
     gc.freeze()  # what was imported before stays: nobody need look through it
     warnings.simplefilter("ignore")
     _forget_scenarios()
+    multiprocessing.process._parent_process = None  # a script has none
     sys.argv = argv
     if argv[0].endswith(".py"):
         sys.path.insert(0, str(Path(argv[0]).parent))

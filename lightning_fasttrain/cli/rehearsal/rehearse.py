@@ -169,7 +169,7 @@ class _Runs:
                 raise _ScriptError(f"it cannot be compared: {line['refused']}")
             if "from" in line and name == "killed":
                 self.went_on_from.append(line["from"])
-        if code != 0 and not any("killed" in line for line in lines):
+        if code != 0 and not any(line.keys() & {"killed", "end"} for line in lines):
             again = "when it was started again after a kill" if any(folder.iterdir()) else "by itself"
             raise _ScriptError(f"it failed {again}, with exit code {code}, see above")
         return lines

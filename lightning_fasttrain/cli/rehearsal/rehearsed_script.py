@@ -99,4 +99,4 @@ def end_script(tells: bool, result: Mapping[str, object]) -> NoReturn:
     """End the process of a script; the rank that tells writes the result for the command."""
     if tells:
         write_atomic(os.environ[RESULT], json.dumps(result))
-    end_process(0 if result["ok"] else 1)
+    end_process(0 if result["ok"] else 1, for_all=tells)

@@ -1,5 +1,6 @@
 """Run a user's script, unchanged, with a callback of ours in each of its Trainers."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -61,8 +62,17 @@ def _run(command: list[str], environment: dict[str, str], stdout: int | None) ->
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def end_process(code: int) -> NoReturn:
-    """End this process at once, without anything that the script does after ``fit`` or at its end."""
+def end_process(code: int, for_all: bool = True) -> NoReturn:
+    """End this process at once, without anything that the script does after ``fit`` or at its end.
+
+    Args:
+        code: its exit code.
+        for_all: whether it ends the script too that has started this process as one of its ranks: Lightning's launcher
+            of "ddp_fork" and "ddp_spawn" would wait for what the rank returns.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
+    launcher = multiprocessing.parent_process()
+    if for_all and launcher is not None:
+        os.kill(launcher.pid, signal.SIGTERM if sys.platform == "win32" else signal.SIGKILL)
     os._exit(code)

@@ -122,7 +122,7 @@ class TuneAndEnd(RehearseAndEnd):
         """Hook: watch, plan and verify, and end the process."""
         ranks = trainer.world_size
         if not trainer.is_global_zero:
-            end_process(0)
+            end_process(0, for_all=False)
         for loop in TunedLoop.running:
             loop.examination.cancel()
         if dist.is_initialized():
