@@ -11,8 +11,6 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from lightning_fasttrain.core.batch import count_batch, loss_in
 from lightning_fasttrain.core.checks import NonNegativeInt, PositiveFloat, PositiveInt, check_arguments
@@ -22,8 +20,8 @@ from lightning_fasttrain.core.modules.blocks import find_blocks
 from lightning_fasttrain.core.modules.fake_mode import FakeMode
 from lightning_fasttrain.core.modules.parameters import count_elements
 from lightning_fasttrain.core.modules.select import is_inside
-from lightning_fasttrain.memory.fake_operators import AssumedNumbers
 from lightning_fasttrain.memory.fake_step import Factory, fake_batch, fake_model
+from lightning_fasttrain.memory.kernel_flops import FlopCounter
 from lightning_fasttrain.memory.predict_memory import Loss, explaining_errors, forward_of
 from lightning_fasttrain.technique import Surgery, Technique
 from lightning_fasttrain.technique.declarations import PredictedStep
@@ -353,7 +351,7 @@ def count_step_flops(
         (4000, 6600, -600, -2000)
 
     Source:
-        Chowdhery et al. 2022 (PaLM), appendix B, https://arxiv.org/abs/2204.02311; counted by torch's
+        Chowdhery et al. 2022 (PaLM), appendix B, https://arxiv.org/abs/2204.02311; formulas of torch's
         ``FlopCounterMode``.
     """
     samples, tokens = count_batch(batch)
@@ -374,21 +372,20 @@ def without_recomputation(techniques: Sequence[Technique]) -> list[Technique]:
 
 
 def _trace(module: nn.Module | Factory, batch: object, loss: Loss | None, techniques: Sequence[Technique]) -> "_Trace":
-    mode, counter = FakeMode(), FlopCounterMode(display=False)
+    mode = FakeMode()
     # Nothing is drawn on CUDA, and asking for its state would initialize it.
     with isolate_rng(include_cuda=False), explaining_errors(), fake_model(module, techniques, None, mode) as net:
         trace = _Trace(net)
         forward = forward_of(net, loss, Precision())
-        # Torch does not count the CPU kernel of attention, but does count its matrix products.
-        with attached_trainer(net), mode, AssumedNumbers(truth=False), sdpa_kernel(SDPBackend.MATH), counter, trace:
+        # As matrix products, attention has no recomputation in its backward.
+        with attached_trainer(net), mode, sdpa_kernel(SDPBackend.MATH), trace:
             found = loss_in(forward(fake_batch(batch, mode)), "its FLOPs are counted")
             with trace.in_backward():
                 found.backward()
-    trace.total = counter.get_total_flops()
     return trace
 
 
-class _Trace(TorchDispatchMode):
+class _Trace(FlopCounter):
     """Notes in a forward which products use which parameter, and which use none."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -399,7 +396,7 @@ class _Trace(TorchDispatchMode):
             key = _storage(parameter)
             self.sizes[key] = self.sizes.get(key, 0) + count_elements(parameter)
             self.shapes[key] = tuple(parameter.shape)
-        self.total = self.forward = 0
+        self.forward = 0
         self.used: dict[int, int] = {}  # storage of a parameter → FLOPs of the products that use it
         self.looked_up: set[int] = set()
         self.between: list[tuple[int, ...]] = []  # (count, rows, inner, columns) of products without a parameter
@@ -413,15 +410,14 @@ class _Trace(TorchDispatchMode):
         finally:
             self._forward = True
 
-    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        packet = getattr(func, "_overloadpacket", func)
-        if self._forward and packet in flop_registry:
-            self._note(flop_registry[packet](*args, **kwargs, out_val=out), args)
-        elif self._forward and packet is _aten.embedding:
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        before = self.total
+        result = super().run(func, args, kwargs)
+        if self._forward and self.total > before:
+            self._note(self.total - before, args)
+        elif self._forward and func.overloadpacket is _aten.embedding:
             self.looked_up.add(_storage(args[0]))
-        return out
+        return result
 
     def _note(self, flops: int, args: Any) -> None:
         self.forward += flops

@@ -2,7 +2,7 @@
 
 The step runs on tensors with shapes but without memory. Workspace of kernels is added where its size is known.
 
-From the bottom up: ``fake_operators``, ``allocation_trace``, ``caching_allocator``, ``fake_step``,
+From the bottom up: ``fake_operators``, ``allocation_trace``, ``kernel_flops``, ``caching_allocator``, ``fake_step``,
 ``kernel_workspace``, ``memory_report``, ``one_rank``, ``cuda_kernels``, ``predict_memory``.
 """
 

@@ -16,7 +16,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
-from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_fasttrain.core.batch import batch_of
 from lightning_fasttrain.core.checks import Batch, NonNegativeInt, PositiveInt, check_arguments, one_of
@@ -40,6 +39,7 @@ from lightning_fasttrain.memory.fake_step import (
     step_as_trainer,
     step_by_itself,
 )
+from lightning_fasttrain.memory.kernel_flops import FlopCounter
 from lightning_fasttrain.memory.kernel_workspace import CPU_WORKSPACE, KEPT, quantized_workspace
 from lightning_fasttrain.memory.memory_report import MemoryReport, join_range, peak_of, report
 from lightning_fasttrain.memory.one_rank import OneRank
@@ -467,15 +467,15 @@ def count_flops(module: nn.Module | Factory, batch: Batch, *, loss: Loss | None 
         4000
 
     Source:
-        Chowdhery et al. 2022 (PaLM), appendix B, https://arxiv.org/abs/2204.02311; counted by torch's
+        Chowdhery et al. 2022 (PaLM), appendix B, https://arxiv.org/abs/2204.02311; formulas of torch's
         ``FlopCounterMode``.
     """
-    mode, counter = FakeMode(), FlopCounterMode(display=False)
+    mode, counter = FakeMode(), FlopCounter()
     # Nothing is drawn on CUDA, and asking for its state would initialize it.
     with isolate_rng(include_cuda=False), explaining_errors():
         net = fake_module(module, mode)
         forward = forward_of(net, loss, Precision())
-        # Torch does not count the CPU kernel of attention, but does count its matrix products.
-        with attached_trainer(net), mode, AssumedNumbers(truth=False), sdpa_kernel(SDPBackend.MATH), counter:
+        # As matrix products, attention has no recomputation in its backward.
+        with attached_trainer(net), mode, sdpa_kernel(SDPBackend.MATH), counter:
             loss_of(forward(fake_batch(batch, mode))).backward()
-    return counter.get_total_flops()
+    return counter.total

@@ -1,19 +1,18 @@
 """Record what a traced step computes and communicates: its kernels with FLOPs and bytes, and its collectives."""
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn, ops
+from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _resolve_process_group
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from lightning_fasttrain.core.modules.blocks import find_blocks
 from lightning_fasttrain.memory.allocation_trace import Allocation, AllocationTrace, Call, Recorder
+from lightning_fasttrain.memory.kernel_flops import flops_of
 from lightning_fasttrain.memory.one_rank import OneRank
 
 PRODUCT, ATTENTION, ATTENTION_BACKWARD, ELEMENTWISE = "products", "attention", "attention backward", "element-wise"
@@ -135,7 +134,7 @@ class RecordedStep:
 
 
 _CAUSAL = " (causal)"
-_READ = ops.aten._local_scalar_dense.default
+_READ = torch.ops.aten._local_scalar_dense.default
 
 
 class StepRecorder(Recorder):
@@ -408,38 +407,16 @@ def _kind_of_collective(name: str) -> str:
     return ""
 
 
-def _cpu_attention(query: Any, key: Any, value: Any, *_: object, **__: object) -> int:
-    return sdpa_flop_count(query.shape, key.shape, value.shape)
-
-
-def _cpu_attention_backward(gradient: Any, query: Any, key: Any, value: Any, *_: object, **__: object) -> int:
-    return sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape)
-
-
-def _grouped(first: Any, second: Any, *_: object, out_val: Any, **__: object) -> int:
-    return 2 * out_val.numel() * first.shape[-1]
-
-
-# Operators for which torch has no formula.
-_FORMULAS: dict[Any, Callable[..., int]] = {
-    ops.aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention,
-    ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_attention_backward,
-    ops.aten._int_mm: lambda first, second, *_, **__: 2 * math.prod(first.shape) * second.shape[1],
-    ops.aten._grouped_mm: _grouped,
-}
-
-
 def _count_flops(call: Call, result: object) -> tuple[str, int]:
     """Return the kind of a kernel and its FLOPs."""
     func, args, kwargs = call
-    packet = func.overloadpacket
-    formula = _FORMULAS.get(packet) or flop_registry.get(packet)
-    if formula is None:
+    flops = flops_of(func, args, kwargs, result)
+    if flops is None:
         return ELEMENTWISE, 0
-    flops = int(formula(*args, **kwargs, out_val=result))
-    if "attention" not in packet.__name__:
+    name = func.overloadpacket.__name__
+    if "attention" not in name:
         return PRODUCT, flops
-    return (ATTENTION_BACKWARD if "backward" in packet.__name__ else ATTENTION), flops
+    return (ATTENTION_BACKWARD if "backward" in name else ATTENTION), flops
 
 
 def _is_causal(call: Call) -> bool:
