@@ -66,15 +66,7 @@ for one, other in zip(resumed.parameters(), uninterrupted.parameters(), strict=T
 """
 
 
-def run_as_windows(code, cwd):
-    command = [sys.executable, "-c", SIMULATED + code]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300, check=False)
+def test_every_public_name_is_imported_and_a_run_is_saved_and_resumed(tmp_path):
+    command = [sys.executable, "-c", SIMULATED + NAMES + TRAIN]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-
-
-def test_every_public_name_is_imported(tmp_path):
-    run_as_windows(NAMES, tmp_path)
-
-
-def test_a_run_is_saved_and_resumed(tmp_path):
-    run_as_windows(TRAIN, tmp_path)
