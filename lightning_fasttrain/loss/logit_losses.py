@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_fasttrain.core.device import kernels_of
 from lightning_fasttrain.core.modules.heads import VocabularyShard
@@ -49,6 +50,9 @@ def use_logits(
     if share is not None:
         share = share[:, None]
     if compiled and with_gradient and not torch.compiler.is_compiling():
+        if isinstance(logits, FakeTensor):  # compiled code stores nothing but the losses, and the gradient in place
+            logits.mul_(1)
+            return logits.new_empty(len(logits), dtype=at_least_float32(logits))
         return _use_compiled(logits, targets[:, None], options, share, class_weights)
     losses = torch.empty(len(logits), dtype=at_least_float32(logits), device=logits.device)
     rows = len(logits)

@@ -246,6 +246,13 @@ class AllocationTrace(AssumedNumbers):
         """Return the allocation that ``tensor`` is on; None if it was not traced."""
         return self._alive.get(tensor.untyped_storage()._cdata, (None, None))[1]
 
+    def not_stored(self, tensor: Tensor) -> None:
+        """Take ``tensor`` for a value in registers, which takes no memory."""
+        with torch._C.DisableTorchFunction():
+            allocation = self.allocation_of(tensor)
+        if allocation is not None:
+            allocation.nbytes = 0
+
     def mark(self, tensor: Tensor, category: str, module: str = "") -> None:
         """Set the category of the storage of ``tensor``, or of this rank's part of it."""
         if isinstance(tensor, DTensor):

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from lightning_fasttrain.core.batch import batch_of
 from lightning_fasttrain.core.checks import Batch, NonNegativeInt, PositiveInt, check_arguments, one_of
 from lightning_fasttrain.core.device import traced_as
+from lightning_fasttrain.core.host.host_answers import one_document_a_row
 from lightning_fasttrain.core.host.lightning import attached_trainer, configured_optimizers, give_optimizers
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.fake_mode import FakeMode
@@ -101,6 +102,10 @@ def predict_memory(
     :class:`~lightning_fasttrain.ZeROStrategy`, whose engine cannot run without memory, parameters, gradients, optimizer
     state and buffers follow from formulas that are tested against the engine, and the rest is traced without sharding.
     Under DDP its buckets, a second copy of the gradients, are added. What a strategy offloads is in ``host_bytes``.
+
+    Blocks under :class:`~lightning_fasttrain.CompileBlocks` run as the graphs that the compiler's partition makes of
+    their forward and backward: what it keeps for the backward is counted, and what fused kernels hold in registers is
+    not. Nothing is compiled.
 
     Values read from tensors are unknown. Where they decide shapes, as lengths and masks do, the peak is a range:
     ``least_bytes`` where masks select nothing, ``peak_bytes`` where they select everything and a length is the longest
@@ -310,6 +315,7 @@ def _trace_steps(trace: AllocationTrace, step: _Step, ranks: Sequence[OneRank]) 
     """Run two steps under ``trace``; return the time at which the second began."""
     loss, planned = step.loss, step.planned
     mode, plugin = FakeMode(), PRECISIONS[planned.precision]()
+    planned.not_stored = trace.not_stored
     with ExitStack() as undo:
         dtype = torch.bfloat16 if planned.precision == "bf16-true" else None
         net = undo.enter_context(fake_model(step.module, step.with_surgery, dtype, mode))
@@ -333,6 +339,7 @@ def _trace_steps(trace: AllocationTrace, step: _Step, ranks: Sequence[OneRank]) 
         # The trace begins after the optimizer is built, which does not belong to a step.
         undo.enter_context(trace)
         undo.enter_context(AssumedArrays(trace))
+        undo.enter_context(one_document_a_row(step.batch))
         undo.enter_context(trace.watch(net))
         # With prefetching the next batch exists too, until the end of the steps.
         data, *_ahead = _load_batches(trace, step, net, plugin, mode)

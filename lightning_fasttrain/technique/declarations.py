@@ -85,6 +85,10 @@ def _as_one(batch: Any) -> Sequence[Any]:
     return [batch]
 
 
+def _ignore(_: object) -> None:
+    pass
+
+
 @check_arguments
 @dataclass(frozen=True)
 class Conflict:
@@ -237,6 +241,7 @@ class PredictedStep:
         prefetches: whether the next batch is on the device too.
         on_optimizer: functions that are called with the new optimizer.
         without_reduction: context of all micro-batches but the last, in which ranks do not reduce gradients.
+        not_stored: is called with each tensor that compiled code does not store, while a step is traced.
         notes: sentences on memory that is not counted.
     """
 
@@ -248,6 +253,7 @@ class PredictedStep:
     prefetches: bool = False
     on_optimizer: list[Callable[[Optimizer], Any]] = field(default_factory=list)
     without_reduction: Callable[[], AbstractContextManager[Any]] = nullcontext
+    not_stored: Callable[[Any], object] = _ignore
     notes: list[str] = field(default_factory=list)
 
     def leave_out(self, technique: object, why: str) -> None:

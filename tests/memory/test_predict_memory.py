@@ -596,14 +596,6 @@ def test_an_unknown_technique_is_named_in_a_note():
     assert "AverageOfWeights cannot be predicted" in notes[0]
 
 
-def test_compilation_is_ignored_with_a_note():
-    specimen = SMALL["uneven"]
-    plain = predict_memory(specimen.module, specimen.batch(), device="cpu")
-    compiled = predict_memory(specimen.module, specimen.batch(), techniques=[ft.CompileBlocks()], device="cpu")
-    assert compiled.peak_bytes == plain.peak_bytes
-    assert "upper bound" in compiled.notes[0]
-
-
 @dataclasses.dataclass
 class Rows:
     inputs: torch.Tensor

@@ -73,6 +73,6 @@ def end_process(code: int, for_all: bool = True) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     launcher = multiprocessing.parent_process()
-    if for_all and launcher is not None:
+    if for_all and launcher is not None and launcher.pid is not None:
         os.kill(launcher.pid, signal.SIGTERM if sys.platform == "win32" else signal.SIGKILL)
     os._exit(code)

@@ -8,7 +8,7 @@ and waits until the device has reached that question. Its own functions answer h
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -78,6 +78,28 @@ def deciding_masks_on_host() -> Iterator[None]:
         yield
     finally:
         undo()
+
+
+@contextmanager
+def one_document_a_row(batch: object) -> Iterator[None]:
+    """Let transformers take positions without values, where the model makes them, for those of one document a row.
+
+    Without values it would make a mask for several documents.
+
+    Args:
+        batch: the batch; one that brings positions may hold several documents a row.
+    """
+    masking, find = sys.modules.get(_MASKING), "find_packed_sequence_indices"
+    with ExitStack() as stack:
+        if hasattr(masking, find) and not _brings_positions(batch):  # private, so another version may lack it
+            stack.callback(patch(masking, find, lambda *_: None))
+        yield
+
+
+def _brings_positions(batch: object) -> bool:
+    if isinstance(batch, Mapping):
+        return any("position_ids" in str(key) or _brings_positions(item) for key, item in batch.items())
+    return isinstance(batch, list | tuple) and any(map(_brings_positions, batch))
 
 
 class _Patches:

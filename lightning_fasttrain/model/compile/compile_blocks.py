@@ -1,7 +1,7 @@
 """Run the model's blocks as compiled code, with one compilation per kind of block."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -14,6 +14,7 @@ from lightning_fasttrain.core.checks import check_arguments, one_of
 from lightning_fasttrain.core.messages import explain, note_once, number_of, say, warn
 from lightning_fasttrain.core.modules.blocks import Blocks, disable_cache_, find_blocks
 from lightning_fasttrain.core.modules.heads import find_heads
+from lightning_fasttrain.core.modules.recomputation import RecomputedForward
 from lightning_fasttrain.core.modules.select import has_parameters, is_inside
 from lightning_fasttrain.core.modules.wrapped_forward import (
     Undo,
@@ -34,12 +35,14 @@ from lightning_fasttrain.model.compile.compiled_forward import (
     has_cuda_graphs,
     key_of_code,
 )
+from lightning_fasttrain.model.compile.partitioned_forward import Partition, PartitionedForward
 from lightning_fasttrain.technique import Capability, Conflict, Exactness, Setting, Surgery, Technique
 from lightning_fasttrain.technique.declarations import Facts, PredictedStep, why_no_blocks
 
 _MANY_OUTPUTS = 16_000  # of a head; its loss takes 0.85 times as long compiled, by examples/chunked_loss.py
 _MANY_RECOMPILES = 7  # with the first compilation, torch's limit of 8 for one code object
 Compiled = CompiledForward | CompiledLoss | DisabledCache
+_CAPTURES = ("reduce-overhead", "max-autotune")
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
@@ -344,8 +347,13 @@ class CompileBlocks(Technique):
             return "torch.compile cannot find a compiler: see `fasttrain doctor`"
         return why_no_blocks(facts)
 
-    def predict(self, step: PredictedStep) -> None:
-        step.leave_out(self, "compiled code fuses operations, so this is an upper bound")
+    def predict(self, step: PredictedStep) -> Technique | None:
+        if self.options["backend"] != "inductor":
+            step.leave_out(self, f"what backend={self.options['backend']!r} keeps for the backward is unknown")
+            return None
+        if step.on_cuda and self.mode in _CAPTURES:
+            step.notes.append(f"The memory that CUDA graphs keep, by mode={self.mode!r}, is not counted.")
+        return _PartitionedBlocks(self.options, step)
 
     def describe_effect(self, model: nn.Module) -> str:
         blocks = count_wrapped(model, CompiledForward)
@@ -392,3 +400,30 @@ class CompileBlocks(Technique):
             warn(explain(f"CompileBlocks: {self.report.recompiles} recompilations", why, way_out))
         if trainer.is_global_zero:
             say("CompileBlocks: %s", self.report)
+
+
+class _PartitionedBlocks(Technique):
+    """Predicts compiled blocks, by the graphs that the compiler would make of them.
+
+    Args:
+        options: of the technique.
+        step: the step that is predicted.
+    """
+
+    surgery: ClassVar[Surgery | None] = Surgery.COMPILE
+
+    def __init__(self, options: Mapping[str, Any], step: PredictedStep) -> None:
+        self.options, self.step = options, step
+
+    def apply(self, model: nn.Module) -> Undo:
+        known: dict[tuple[Any, ...], Partition] = {}
+        undos: list[Undo] = list(disable_cache_(model).values())
+        for index, block in enumerate(find_blocks(model, self.options["blocks"]).values()):
+            forward = PartitionedForward(block, index, known, self.step)
+            # The compiler sees what is recomputed; here its graphs are what is recomputed.
+            recomputed = wrapper_on(block, RecomputedForward)
+            undos.append(forward.install_below() if recomputed else forward.install())
+        if self.options["head"] is not False:
+            fewest = 0 if self.options["head"] else _MANY_OUTPUTS
+            undos += [loss.undo for loss in _compile_losses(model, fewest).values()]
+        return undo_all(undos)
