@@ -51,6 +51,7 @@ def use_logits(
         share = share[:, None]
     if compiled and with_gradient and not torch.compiler.is_compiling():
         if isinstance(logits, FakeTensor):  # compiled code stores nothing but the losses, and the gradient in place
+            logits.amax(1)  # the first of its two passes
             logits.mul_(1)
             return logits.new_empty(len(logits), dtype=at_least_float32(logits))
         return _use_compiled(logits, targets[:, None], options, share, class_weights)
