@@ -57,10 +57,15 @@ def _modes_of_the_gpu_are_put_back(request):
         put(mode)
 
 
+_SEEDS = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")  # of Lightning, which seeds each rank by them
+
+
 @pytest.fixture(autouse=True)
 def _nothing_distributed_stays():
     """Lightning and DeepSpeed leave process groups, ranks and ports, which whatever is started later would believe."""
     grouped, environment = dist.is_initialized(), dict(os.environ)
+    for seed in _SEEDS:  # by a fixture of several tests, perhaps
+        environment.pop(seed, None)
     yield
     if dist.is_initialized() and not grouped:
         dist.destroy_process_group()
