@@ -57,7 +57,7 @@ class KilledOnTrial(L.Callback):
         why = find_unrehearsable(trainer)
         if why is not None:
             self._tell(trainer, {"refused": why})
-            end_process(1)
+            end_process(1, for_all=trainer.is_global_zero)
         self._tell(trainer, {"from": trainer.global_step})
         if trainer.global_step >= self.orders.steps:
             self._end_well(trainer, pl_module)
@@ -104,7 +104,7 @@ class KilledOnTrial(L.Callback):
         self._tell(trainer, {"end": {path: fingerprint(value) for path, value in state.items()}})
         # A rank that ended here would leave others waiting in a collective of their records.
         trainer.strategy.barrier()
-        end_process(0)
+        end_process(0, for_all=trainer.is_global_zero)
 
     def _tell(self, trainer: L.Trainer, what: Mapping[str, object]) -> None:
         if trainer.is_global_zero:
