@@ -12,12 +12,12 @@ os.environ.pop("COLUMNS", None)
 
 
 def pytest_configure(config):
-    # Lightning's advice: few workers, no val_dataloader, no logger, existing folders; our runs are tiny on purpose.
-    # It is not in pyproject.toml, since whoever reads it there imports Lightning at once.
-    advice = "lightning.fabric.utilities.warnings.PossibleUserWarning"
-    config.addinivalue_line("filterwarnings", f"ignore::{advice}")
     hands_out = getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput")
     if not hands_out:
+        # Lightning's advice: few workers, no val_dataloader, no logger, existing folders; our runs are tiny on purpose.
+        # It is not in pyproject.toml, since whoever reads it imports Lightning at once.
+        advice = "lightning.fabric.utilities.warnings.PossibleUserWarning"
+        config.addinivalue_line("filterwarnings", f"ignore::{advice}")
         gc.disable()  # until all is imported and collected
         config.pluginmanager.register(importlib.import_module("tests.support.fixtures"))
 

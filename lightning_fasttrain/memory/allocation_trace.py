@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import BackwardCFunction
 from torch.distributed.tensor import DTensor
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_iter
 
 from lightning_fasttrain.core.messages import explain
@@ -143,12 +144,12 @@ class AllocationTrace(AssumedNumbers):
         self._module_of_node: dict[int, str] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if is_sharded(types):
-            # Where it is not implemented, the tensor's class calls operations on this rank's part, which are traced.
-            return run_on_shards(func, args, kwargs or {}, self.__torch_dispatch__)
         # Autograd queries the device at every node, which allocates nothing.
         if func is _DEVICE:
             return args[0].device if type(args[0]) is FakeTensor else func(*args)
+        if is_sharded(types):
+            # Where it is not implemented, the tensor's class calls operations on this rank's part, which are traced.
+            return run_on_shards(func, args, kwargs or {}, self.__torch_dispatch__)
         phase, module = self._phase(), self._module()
         if self._in_forward != (phase in ("forward", "recomputation")):
             self._in_forward, self._period = not self._in_forward, self._period + 1
@@ -409,7 +410,9 @@ def _describe_all(values: Iterable[Any], by_type: bool, key: list[Any], tensors:
         kind = type(value)
         if kind is FakeTensor:
             # A constant is a tensor whose values are known.
-            if value.constant is not None or value.layout is not torch.strided or value.device.type != "cpu":
+            if value.constant is not None and value.numel():
+                return False
+            if value.layout is not torch.strided or value.fake_device.type != "cpu":
                 return False
             key.append(_describe(value))
             tensors.append(value)
@@ -522,9 +525,8 @@ def _build_tensor(
 ) -> FakeTensor:
     """Build a new tensor or, if the position of an argument is given before ``arguments``, a view of that argument."""
     *places, arguments = rest
-    mode: FakeTensorMode = arguments[0].fake_mode
-    with in_kernel_invocation_manager(mode):
+    with no_dispatch():
         like = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         for place in places:
             like.set_(arguments[place].untyped_storage(), offset, shape, stride)
-    return FakeTensor(mode, like, _CPU)
+    return FakeTensor(arguments[0].fake_mode, like, _CPU)

@@ -209,7 +209,7 @@ class AsOnCuda(TorchFunctionMode):
         kwargs = kwargs or {}
         # Tensors with an answer of their own, such as deferred logits, are asked before.
         for kind in types:
-            if kind.__torch_function__ not in (Tensor.__torch_function__, torch._C._disabled_torch_function_impl):
+            if _answers_itself(kind):
                 with self:
                     return kind.__torch_function__(func, types, args, kwargs)
         if func in _REPLACED:
@@ -225,6 +225,11 @@ class AsOnCuda(TorchFunctionMode):
         # What it calls is to be seen, too.
         with self:
             return body(*args, **kwargs)
+
+
+@functools.cache
+def _answers_itself(kind: type[Tensor]) -> bool:
+    return kind.__torch_function__ not in (Tensor.__torch_function__, torch._C._disabled_torch_function_impl)
 
 
 @functools.cache

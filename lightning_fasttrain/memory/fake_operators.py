@@ -11,6 +11,7 @@ from torch import Tensor, ops
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 MOST = 10_000  # values; a loop that waits for another value would never end
@@ -52,8 +53,12 @@ class AssumedNumbers(TorchDispatchMode):
             self.assumed += 1
             return _SELECTIONS[func](self.count, *args, **kwargs)
         reads_value = func is ops.aten._local_scalar_dense.default and self.assumed < MOST
-        # Asked before, since raising an error for each parameter's count of steps takes a tenth of a prediction.
-        if not (reads_value and isinstance(args[0], FakeTensor) and args[0].constant is None):
+        if reads_value and isinstance(args[0], FakeTensor):
+            # Answered here: by the mode, counts of steps of each parameter would take a tenth of a prediction.
+            if args[0].constant is not None:
+                with no_dispatch():
+                    return args[0].constant.item()
+        else:
             try:
                 return self.run(func, args, kwargs)
             except DataDependentOutputException:
@@ -108,17 +113,19 @@ class AssumedArrays(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in (Tensor.numpy, Tensor.__array__):
-            self.numbers.assumed += 1
-            value, dtype = self.numbers.value(args[0].dtype), str(args[0].dtype).removeprefix("torch.")
-            return numpy.full(tuple(args[0].shape), value, dtype)
-        if func in (F.ctc_loss, torch.ctc_loss):
-            self.numbers.assumed += 1
-            return _ctc_loss(*args, **kwargs)
-        return func(*args, **kwargs)
+        answer = _ARRAYS.get(func)
+        if answer is None:
+            return func(*args, **kwargs)
+        self.numbers.assumed += 1
+        return answer(self.numbers.value, *args, **kwargs)
+
+
+def _as_array(value: Callable[[torch.dtype], Any], tensor: Tensor, *_: object, **__: object) -> Any:
+    return numpy.full(tuple(tensor.shape), value(tensor.dtype), str(tensor.dtype).removeprefix("torch."))
 
 
 def _ctc_loss(
+    _: object,
     log_probs: Tensor,
     targets: Tensor,
     input_lengths: object,
@@ -136,6 +143,15 @@ def _ctc_loss(
     if reduction in ("sum", 2):
         return losses.sum()
     return losses
+
+
+# Function → (assumed value of a dtype, arguments) → result
+_ARRAYS: dict[Any, Callable[..., Any]] = {
+    Tensor.numpy: _as_array,
+    Tensor.__array__: _as_array,
+    F.ctc_loss: _ctc_loss,
+    torch.ctc_loss: _ctc_loss,
+}
 
 
 class _CTCLoss(torch.autograd.Function):

@@ -33,6 +33,7 @@ from lightning_fasttrain.technique import Technique, apply
 from lightning_fasttrain.technique.declarations import PredictedStep
 
 Factory = Callable[[], nn.Module]
+_CPU = torch.device("cpu")
 
 
 @contextmanager
@@ -117,11 +118,25 @@ def _copy_module(module: nn.Module, mode: FakeMode) -> nn.Module:
     try:
         with FakeCopyMode(mode):
             # The second argument is deepcopy's memo: its entries count as copied already.
-            return copy.deepcopy(module, {**_quantized_parts(module, mode), **_copy_generators(module)})
+            copied = _fake_parameters(module, mode) | _quantized_parts(module, mode) | _copy_generators(module)
+            return copy.deepcopy(module, copied)
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
         way_out = "Pass a function that builds it: lambda: MyModule(...)"
         raise TypeError(explain(f"{type(module).__name__} cannot be copied", why, way_out)) from error
+
+
+def _fake_parameters(module: nn.Module, mode: FakeMode) -> dict[int, Any]:
+    """Return what copies of dense parameters would be, whose own copying takes most of a module's time."""
+    found: dict[int, Any] = {}
+    for parameter in module.parameters():
+        is_plain = type(parameter) is nn.Parameter and parameter.device == _CPU
+        if is_plain and parameter.layout == torch.strided and parameter.is_contiguous():
+            size, stride = parameter.size(), parameter.stride()
+            fake: Any = FakeTensor(mode, torch.empty_strided(size, stride, dtype=parameter.dtype, device="meta"), _CPU)
+            fake.requires_grad, fake._is_param = parameter.requires_grad, True
+            found[id(parameter)] = fake
+    return found
 
 
 def _quantized_parts(module: nn.Module, mode: FakeMode) -> dict[int, Any]:

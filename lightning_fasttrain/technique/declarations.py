@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import nn
@@ -70,13 +70,6 @@ class Capability(Enum):
     ADAPTS_LAYERS = "quantises or freezes linear layers, and trains adapters beside them"
 
 
-@runtime_checkable
-class CanDo(Protocol):
-    """The part of a technique that :class:`Conflict` needs, which is defined below it."""
-
-    def does(self, capability: Capability) -> bool: ...
-
-
 def _always(technique: object, other: object) -> bool:
     return True
 
@@ -110,7 +103,8 @@ class Conflict:
     def names(self, other: object) -> bool:
         """Whether ``other`` is of this class, or a technique with this capability."""
         if isinstance(self.other, Capability):
-            return isinstance(other, CanDo) and other.does(self.other)
+            does = getattr(other, "does", None)  # of a technique
+            return does is not None and does(self.other)
         return isinstance(other, self.other)
 
     def may_name(self, kind: type) -> bool:
