@@ -210,6 +210,8 @@ class AutoBatchSize(AddsTechniques):
         memory_gib: limit for a step's peak on each device in GiB; ``"fit"``: its free memory.
         steps: number of tried steps, at least 2, since the first creates the optimizer's state.
         seconds: time limit for reading batches to find the largest.
+        cuda_graph: True replays the micro-batches of the run as CUDA graphs, as in
+            :class:`~lightning_fasttrain.MicroBatching`; the tried steps run without.
 
     Attributes:
         parts: number of micro-batches of a batch; None before it is known.
@@ -219,7 +221,7 @@ class AutoBatchSize(AddsTechniques):
     Raises:
         TypeError, ValueError: the limit is not positive, or fewer than 2 steps; in ``fit``: it is listed after a
             technique or beside MicroBatching or Auto, the strategy allows no copy of the run, or single samples take
-            more than the limit.
+            more than the limit; with ``cuda_graph=True`` what MicroBatching refuses.
         torch.OutOfMemoryError: in ``fit``: single samples do not fit on some rank; the message says what else helps.
 
     Example:
@@ -239,11 +241,15 @@ class AutoBatchSize(AddsTechniques):
     """
 
     def __init__(
-        self, memory_gib: PositiveFloat | Literal["fit"] = "fit", steps: PositiveInt = 3, seconds: PositiveFloat = 5.0
+        self,
+        memory_gib: PositiveFloat | Literal["fit"] = "fit",
+        steps: PositiveInt = 3,
+        seconds: PositiveFloat = 5.0,
+        cuda_graph: bool | None = None,
     ) -> None:
         if steps < 2:
             raise ValueError(explain("steps=1", "the first makes the optimizer's state", "Use steps=2 or more"))
-        self.memory_gib, self.steps, self.seconds = memory_gib, steps, seconds
+        self.memory_gib, self.steps, self.seconds, self.cuda_graph = memory_gib, steps, seconds, bool(cuda_graph)
         self._found = _Found()
         self._run: RunCopy | None = None
 
@@ -269,7 +275,7 @@ class AutoBatchSize(AddsTechniques):
         if not was_copied:
             self._refuse_others(trainer)
             # Techniques are set up only here; the number of micro-batches comes later.
-            self._add(trainer, [MicroBatching(1)])
+            self._add(trainer, [MicroBatching(1, cuda_graph=self.cuda_graph)])
         if not is_rehearsing():
             self._found.parts = None
         # Copied before any technique acts, so that the copies get their techniques as the run does.

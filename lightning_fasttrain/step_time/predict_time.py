@@ -18,14 +18,13 @@ from lightning_fasttrain.memory.memory_report import MemoryReport
 from lightning_fasttrain.memory.one_rank import OneRank, ShardsFakeModel
 from lightning_fasttrain.memory.predict_memory import PREDICTED_PRECISIONS, Loss, predict_strategies
 from lightning_fasttrain.model import ActivationOffload, MatmulPrecision
+from lightning_fasttrain.model.compile.compiled_forward import WITHOUT_GRAPHS
 from lightning_fasttrain.step_time.add_collectives import add_collectives
 from lightning_fasttrain.step_time.machine import TF32, Machine, read_machine
 from lightning_fasttrain.step_time.record_step import PRODUCT, RecordedStep, StepRecorder
 from lightning_fasttrain.step_time.simulate_step import KINDS, SimulatedStep, simulate_step
 from lightning_fasttrain.technique import Technique, check_together
 from lightning_fasttrain.technique.declarations import Capability
-
-_CAPTURES = ("reduce-overhead", "max-autotune")  # modes of torch.compile that capture CUDA graphs
 
 
 @dataclass(frozen=True)
@@ -282,7 +281,7 @@ def _refuse_unknown_peaks(step: RecordedStep, machine: Machine, tf32: bool) -> N
 def recorder_for(techniques: Sequence[Technique]) -> StepRecorder:
     """Return a recorder of a step with these techniques."""
     compilers = [technique for technique in techniques if technique.does(Capability.COMPILES_BLOCKS)]
-    captures = any(getattr(technique, "mode", None) in _CAPTURES for technique in compilers)
+    captures = any(getattr(technique, "mode", None) in WITHOUT_GRAPHS for technique in compilers)
     return StepRecorder(bool(compilers), captures)
 
 

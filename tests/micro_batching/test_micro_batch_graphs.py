@@ -248,6 +248,26 @@ def test_micro_batches_are_replayed_beside_other_techniques(name, replays):
 
 
 @pytest.mark.gpu
+def test_the_mixin_alone_replays_them(replays):
+    class Mixed(ft.FastTrainMixin, Net):
+        def __init__(self):
+            super().__init__()
+            self.techniques = [micro()]
+
+    trained([], module=Mixed())
+    assert replays[0].replays == 4 * (BATCHES - 4) + 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gib", [1.0, 0.02])
+def test_the_number_that_fits_is_replayed(replays, gib):
+    auto = ft.AutoBatchSize(gib, cuda_graph=True)
+    trained([auto])
+    assert auto.parts == 1 if gib == 1 else auto.parts > 1
+    assert replays[-1].replays == auto.parts * (BATCHES - 4) + auto.parts - 1
+
+
+@pytest.mark.gpu
 def test_other_shapes_have_graphs_of_their_own_up_to_a_number(replays):
     lengths = [32, 32, 32, 32, *range(8, 28, 2), 32]
     batches = [batches_of(1, length=length)[0] for length in lengths]

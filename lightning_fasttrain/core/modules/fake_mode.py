@@ -1,5 +1,6 @@
 """Make tensors with shapes but without memory, which may be copied."""
 
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -27,11 +28,17 @@ class FakeMode(FakeTensorMode):
         """Whether there is no device to start; PyTorch looks for one, and for its driver, at each operator."""
         return super().avoid_device_init
 
-    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def dispatch(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         """Run an operator on fake tensors; a number is made one here, in a tenth of PyTorch's time."""
         if func is _LIFT and type(args[0]) is Tensor and args[0].device.type == "cpu" and args[0].numel() == 1:
             return self._lift(args[0])
-        return super().dispatch(func, types, args, kwargs)
+        return super().dispatch(func, types, args, kwargs or {})
 
     def _lift(self, number: Tensor) -> FakeTensor:
         # An optimizer has a count of steps for each parameter.

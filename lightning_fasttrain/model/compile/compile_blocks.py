@@ -28,6 +28,7 @@ from lightning_fasttrain.core.modules.wrapped_forward import (
 )
 from lightning_fasttrain.model.activation_offload import ActivationOffload
 from lightning_fasttrain.model.compile.compiled_forward import (
+    WITHOUT_GRAPHS,
     CompiledEntry,
     CompiledForward,
     CompiledLoss,
@@ -42,7 +43,6 @@ from lightning_fasttrain.technique.declarations import Facts, PredictedStep, why
 _MANY_OUTPUTS = 16_000  # of a head; its loss takes 0.85 times as long compiled, by examples/chunked_loss.py
 _MANY_RECOMPILES = 7  # with the first compilation, torch's limit of 8 for one code object
 Compiled = CompiledForward | CompiledLoss | DisabledCache
-_CAPTURES = ("reduce-overhead", "max-autotune")
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
@@ -351,7 +351,7 @@ class CompileBlocks(Technique):
         if self.options["backend"] != "inductor":
             step.leave_out(self, f"what backend={self.options['backend']!r} keeps for the backward is unknown")
             return None
-        if step.on_cuda and self.mode in _CAPTURES:
+        if step.on_cuda and self.mode in WITHOUT_GRAPHS:
             step.notes.append(f"The memory that CUDA graphs keep, by mode={self.mode!r}, is not counted.")
         return _PartitionedBlocks(self.options, step)
 

@@ -27,7 +27,8 @@ from lightning_fasttrain.core.modules.wrapped_forward import (
 from lightning_fasttrain.model.compile.compiled_check import Verdict, check_compiled
 
 _MOST_OTHERS = 3  # with the first, half of torch's limit of 8 results: the rest is for other shapes and for evaluation
-_WITHOUT_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
+# Modes of torch.compile that replay CUDA graphs → the same without.
+WITHOUT_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ def runs_class_forward(block: nn.Module) -> bool:
 
 def has_cuda_graphs(mode: str) -> bool:
     """Whether code compiled in this mode is replayed as CUDA graphs on this machine."""
-    return mode in _WITHOUT_GRAPHS and torch.cuda.is_available()
+    return mode in WITHOUT_GRAPHS and torch.cuda.is_available()
 
 
 def key_of_code(block: nn.Module) -> tuple[Any, ...]:
@@ -173,7 +174,7 @@ class CompiledEntry:
         self.has_graphs = has_cuda_graphs(mode)
         self._options = {True: _add_settings(block, options)}
         if self.has_graphs:
-            options = {**options, "mode": _WITHOUT_GRAPHS[mode]}
+            options = {**options, "mode": WITHOUT_GRAPHS[mode]}
         self.options = self._options[False] = _add_settings(block, options)
         self._function = _new_entry(block)  # before the block's forward is replaced
         self._codes = {with_gradients: [self._compile(with_gradients)] for with_gradients in (True, False)}
