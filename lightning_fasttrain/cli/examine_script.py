@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from lightning_fasttrain.cli.command import CommandError
+from lightning_fasttrain.cli.command import CommandError, refusing
 from lightning_fasttrain.cli.rehearsal.run_script import RESULT, run_script
 
 _MODULE = "lightning_fasttrain.cli.examined_script"
@@ -35,6 +35,15 @@ def _refuse_bad_input(options: argparse.Namespace) -> None:
         raise CommandError(f"there is no script {options.script}. Give a Python file.")
 
 
+def _find_machine(given: str) -> str:
+    """Return the name or the absolute path of a machine, which is read once for its errors."""
+    from lightning_fasttrain.step_time.machine import read_machine
+
+    with refusing(ValueError, OSError):
+        read_machine(given)
+    return str(Path(given).resolve()) if given.lower().endswith(".json") else given
+
+
 def _examine_machine(in_json: bool) -> list[dict[str, str]]:
     from lightning_fasttrain.cli import doctor
 
@@ -49,6 +58,8 @@ def _examine_script(options: argparse.Namespace) -> dict[str, Any]:
     from lightning_fasttrain.cli.examined_script import DOCTOR, START
 
     orders = {"steps": options.steps, "warmup": options.warmup, "out": str(Path(options.out).resolve())}
+    if options.machine is not None:
+        orders["machine"] = _find_machine(options.machine)
     with tempfile.TemporaryDirectory() as name:
         result = Path(name) / "result.json"
         environment = {RESULT: str(result), DOCTOR: json.dumps(orders)}

@@ -25,7 +25,7 @@ def make_callbacks() -> list[L.Callback]:
     if DOCTOR not in os.environ:
         return []
     orders = json.loads(os.environ[DOCTOR])
-    return [ExamineAndEnd(orders["steps"], orders["warmup"], orders["out"], show=False)]
+    return [ExamineAndEnd(**orders, show=False)]
 
 
 class ExamineAndEnd(Doctor):
@@ -48,7 +48,7 @@ def run_examined() -> None:
     script = str(Path(sys.argv[0]).resolve())
     sys.path[0] = str(Path(script).parent)
     orders = json.loads(os.environ[DOCTOR])
-    examination = examine(orders["steps"], orders["warmup"], out=orders["out"], report=_report_and_end)
+    examination = examine(**orders, report=_report_and_end)
     _examinations.append(examination)
     with examination:
         runpy.run_path(script, run_name="__main__")

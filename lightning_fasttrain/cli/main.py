@@ -262,6 +262,7 @@ COMMANDS = (
             option("--steps", type=int, default=20, metavar="N", help="optimizer steps to watch; default: 20"),
             option("--warmup", type=int, default=3, metavar="N", help="steps before them; default: 3"),
             option("--out", metavar="DIR", default="doctor", help="folder for doctor.html and doctor.json"),
+            option("--machine", metavar="GPU|FILE", help="compare the step with: by default the GPU by its data sheet"),
             option("--json", action="store_true", help="print JSON; what the script prints goes to stderr"),
             option("script", nargs="?", metavar="SCRIPT", help="a Python file that trains; default: the machine alone"),
             option("arguments", nargs=argparse.REMAINDER, metavar="...", help="of the script"),

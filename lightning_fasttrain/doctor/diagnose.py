@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 
+import torch
+
 from lightning_fasttrain.core.messages import number_of
 from lightning_fasttrain.core.state.rng import keep_random_state
 from lightning_fasttrain.doctor.diagnosis import Diagnosis, Finding, most_expensive, rank
@@ -25,6 +27,9 @@ from lightning_fasttrain.doctor.findings.training_faults import (
 )
 from lightning_fasttrain.doctor.observation.step_records import LineTime, Measured
 from lightning_fasttrain.doctor.observation.watch import LOOP_PHASES, Watch
+from lightning_fasttrain.step_time.machine import TF32, Machine, machine_of_device
+from lightning_fasttrain.step_time.record_step import RecordedStep
+from lightning_fasttrain.step_time.simulate_step import Timeline, simulate_step
 
 # Memory first, since later families hold tensors of their own.
 _FAMILIES = (
@@ -43,8 +48,13 @@ _FAMILIES = (
 )
 
 
-def diagnose(watch: Watch) -> Diagnosis:
-    """Return the diagnosis of what was watched so far; the random state is kept, and nothing of the run changes."""
+def diagnose(watch: Watch, machine: Machine | None = None) -> Diagnosis:
+    """Return the diagnosis of what was watched so far; the random state is kept, and nothing of the run changes.
+
+    Args:
+        watch: what was watched.
+        machine: the rates that the step is compared with; by default those of the GPU's data sheet.
+    """
     watch.close()
     measured = watch.measure()
     with keep_random_state():
@@ -56,6 +66,10 @@ def diagnose(watch: Watch) -> Diagnosis:
                 found += find(watch, measured)
             except Exception as error:  # the training must not fail because of what is said about it
                 failed.append(f"{find.__name__} failed with {type(error).__name__}: {error}")
+    machine = machine or machine_of_device(watch.device)
+    needed_ms: dict[str, float] = {}
+    if machine is not None:
+        needed_ms = _find_needs(watch.kernels, machine)
     shown, minor = rank(found, measured.step_ms)
     phases = {name: measured.typical(name) for name in (*LOOP_PHASES[:-1], "other")}
     return Diagnosis(
@@ -69,8 +83,19 @@ def diagnose(watch: Watch) -> Diagnosis:
         lines=most_expensive(list(_lines_by_phase(measured))),
         block_ms=watch.blocks.read(len(measured.times)),
         memory=watch.memory,
+        needed_ms=needed_ms,
+        compared_with=machine.name if needed_ms and machine is not None else "",
         notes=(*_notes(watch, measured), *failed),
     )
+
+
+def _find_needs(step: RecordedStep, machine: Machine) -> dict[str, float]:
+    """Return the milliseconds of a step's kernels on a machine by kind; none if it has no peak of their dtype."""
+    tf32 = torch.backends.cuda.matmul.fp32_precision == TF32
+    if not step.events or not Timeline(step.events, 1, tf32).precisions() <= machine.peak_flops.keys():
+        return {}
+    by_kind = simulate_step(step, machine, 1, tf32).by_kind
+    return {kind: 1e3 * seconds for kind, seconds in by_kind.items() if seconds > 0}
 
 
 def _lines_by_phase(measured: Measured) -> Iterator[tuple[str, LineTime]]:

@@ -151,6 +151,9 @@ class Diagnosis(Report):
         lines: the lines of the user's code that took longest, with their phases.
         block_ms: time of the forward of each block.
         memory: the memory of one step; None if it was not recorded.
+        needed_ms: what the kernels of a step take at the rates of ``compared_with``, by kind, with starting them and
+            waiting for values; empty where they were not looked at, or the machine is not known.
+        compared_with: name of the machine whose rates these are.
         notes: what could not be looked at, and why.
     """
 
@@ -165,6 +168,8 @@ class Diagnosis(Report):
     block_ms: dict[str, float] = field(default_factory=dict)
     operator_ms: dict[str, float] = field(default_factory=dict)
     memory: MemoryRecord | None = None
+    needed_ms: dict[str, float] = field(default_factory=dict)
+    compared_with: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         lines = [{"phase": phase, **_line_as_dict(one.line), "ms": one.ms} for phase, one in self.lines]
@@ -179,6 +184,8 @@ class Diagnosis(Report):
             "block_ms": self.block_ms,
             "operator_ms": self.operator_ms,
             "memory": _memory_as_dict(self.memory),
+            "needed_ms": self.needed_ms,
+            "compared_with": self.compared_with,
             "notes": list(self.notes),
         }
 
@@ -215,9 +222,25 @@ class Diagnosis(Report):
         return table
 
     def _summary(self) -> list[str]:
-        if not self.minor:
-            return []
-        return [f"{number_of(len(self.minor), 'finding')} below 1% of a step not shown"]
+        said = [self.compare_to_machine()] if self.needed_ms else []
+        if self.minor:
+            said.append(f"{number_of(len(self.minor), 'finding')} below 1% of a step not shown")
+        return said
+
+    def compare_to_machine(self) -> str:
+        """Return a sentence on what the kernels of a step need on the machine, and what the rest of its time is."""
+        needed = sum(self.needed_ms.values())
+        kinds = ", ".join(f"{kind} {format_ms(ms)}" for kind, ms in self.needed_ms.items())
+        said = f"{self.compared_with} could run these kernels in {format_ms(needed)} ms ({kinds})"
+        rest = self.step_ms - needed
+        if rest <= 0:
+            return f"{said}, and the step takes less: its rates are too low for kernels of this size"
+        waits = {name: self.phase_ms.get(name, 0.0) for name in ("data_wait", "transfer", "callbacks", "other")}
+        shown = [f"{PHASE_NAMES[name]} {format_ms(ms)}" for name, ms in waits.items() if ms >= LEAST_SHARE * rest]
+        slower = rest - sum(waits.values())
+        if slower >= LEAST_SHARE * rest:
+            shown.append(f"kernels below its rates, and gaps between them, {format_ms(slower)}")
+        return f"{said}; the other {format_ms(rest)} ms, {rest / self.step_ms:.0%} of the step: {', '.join(shown)}"
 
 
 def describe_cost(finding: Finding, step_ms: float) -> str:

@@ -15,6 +15,7 @@ from lightning_fasttrain.doctor.observation.watch import MANY_STEPS, StepCount, 
 from lightning_fasttrain.doctor.observation.watched_calls import TrainerPatches
 from lightning_fasttrain.doctor.page import save_diagnosis
 from lightning_fasttrain.proof.rehearsal.rehearsal import is_rehearsing
+from lightning_fasttrain.step_time.machine import Machine, read_machine
 from lightning_fasttrain.technique.technique import needs_an_object
 
 
@@ -30,12 +31,16 @@ class Doctor(L.Callback):
         warmup: number of steps before them.
         out: folder for ``doctor.html`` and ``doctor.json``; with it, the memory of one step is recorded.
         show: whether the findings are printed.
+        machine: the device whose rates the step is compared with: an accelerator by name, the file that ``fasttrain
+            machine --out FILE`` wrote, or a :class:`~lightning_fasttrain.step_time.Machine`; by default the GPU by its
+            data sheet, and nothing on a CPU.
 
     Attributes:
         diagnosis: the result; None until all steps were watched, or the run ended.
 
     Raises:
-        TypeError, ValueError: a number of steps is invalid.
+        TypeError, ValueError: a number of steps is invalid, or the machine is unknown.
+        FileNotFoundError: there is no such file of a machine.
 
     Example:
         >>> import lightning_fasttrain as ft
@@ -55,7 +60,9 @@ class Doctor(L.Callback):
         warmup: PositiveInt = 3,
         out: str | os.PathLike[str] | None = None,
         show: bool = True,
+        machine: str | os.PathLike[str] | Machine | None = None,
     ) -> None:
+        self.machine = None if machine is None else read_machine(machine)
         self.steps, self.warmup = steps, warmup
         self.out, self.show = out, show
         self.diagnosis: Diagnosis | None = None
@@ -119,7 +126,7 @@ class Doctor(L.Callback):
         watch = self._close()
         watch.compare_ranks()
         if rank_here() == 0:
-            self.diagnosis = diagnose(watch)
+            self.diagnosis = diagnose(watch, self.machine)
             self.on_diagnosis(self.diagnosis)
 
     def on_diagnosis(self, diagnosis: Diagnosis) -> None:

@@ -15,6 +15,7 @@ from lightning_fasttrain.doctor.doctor import show
 from lightning_fasttrain.doctor.observation.watch import MANY_STEPS, StepCount, Watch
 from lightning_fasttrain.doctor.observation.watched_calls import LoopPatches
 from lightning_fasttrain.doctor.page import save_diagnosis
+from lightning_fasttrain.step_time.machine import Machine, read_machine
 
 
 class Examination:
@@ -25,9 +26,9 @@ class Examination:
         watch: what was seen, which stays.
     """
 
-    def __init__(self, watch: Watch, report: Callable[[Diagnosis], None]) -> None:
+    def __init__(self, watch: Watch, report: Callable[[Diagnosis], None], machine: Machine | None = None) -> None:
         self.diagnosis: Diagnosis | None = None
-        self._report = report
+        self._report, self._machine = report, machine
         self.watch, self._watch = watch, watch
         self._patches = LoopPatches(watch, self._finish)
 
@@ -59,7 +60,7 @@ class Examination:
         watch = self._watch
         if watch is not None:
             self.cancel()
-            self.diagnosis = diagnose(watch)
+            self.diagnosis = diagnose(watch, self._machine)
             self._report(self.diagnosis)
 
 
@@ -70,6 +71,7 @@ def examine(
     device: torch.device | str | None = None,
     out: str | os.PathLike[str] | None = None,
     report: Callable[[Diagnosis], None] = show,
+    machine: str | os.PathLike[str] | Machine | None = None,
 ) -> Examination:
     """Watch some steps of the training loop in a ``with`` block, and report what costs time or memory in them.
 
@@ -82,12 +84,14 @@ def examine(
         device: device of the model; by default CUDA where there is one.
         out: folder for ``doctor.html`` and ``doctor.json``; with it, the memory of one step is recorded.
         report: called with the diagnosis; prints it by default.
+        machine: the device whose rates the step is compared with, as of :class:`Doctor`.
 
     Returns:
         The context manager, whose ``diagnosis`` is set when the steps are done.
 
     Raises:
-        TypeError, ValueError: a number of steps is invalid.
+        TypeError, ValueError: a number of steps is invalid, or the machine is unknown.
+        FileNotFoundError: there is no such file of a machine.
 
     Example:
         >>> import torch
@@ -105,6 +109,7 @@ def examine(
     Source:
         Ours.
     """
+    known = None if machine is None else read_machine(machine)
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     watch = Watch(torch.device(device), steps, warmup, records_memory=out is not None)
@@ -114,4 +119,4 @@ def examine(
             save_diagnosis(diagnosis, Path(out))
         report(diagnosis)
 
-    return Examination(watch, save_and_report)
+    return Examination(watch, save_and_report, known)

@@ -156,6 +156,7 @@ def render_page(diagnosis: Diagnosis) -> str:
         _STYLE,
         "<h2>Where the time of a step goes</h2>",
         *draw_phases(diagnosis.phase_ms),
+        *_compare_to_machine(diagnosis),
         *draw_blocks(diagnosis.block_ms),
         *draw_memory(diagnosis.memory),
         "<h2>What was found, the most expensive first</h2>",
@@ -167,6 +168,15 @@ def render_page(diagnosis: Diagnosis) -> str:
     return fill_page(
         title, f"fasttrain doctor: {number_of(diagnosis.steps, 'step')} timed, after a warm-up", "\n".join(body)
     )
+
+
+def _compare_to_machine(diagnosis: Diagnosis) -> Iterator[str]:
+    if diagnosis.needed_ms:
+        yield f"<h2>What {escape(diagnosis.compared_with)} needs for its kernels</h2>"
+        needs = enumerate(diagnosis.needed_ms.items())
+        parts = [(kind, ms, _BLOCKS[number % 2]) for number, (kind, ms) in needs]
+        yield from draw_bar(parts, "what the kernels need by kind")
+        yield f"<p>{escape(diagnosis.compare_to_machine())}.</p>"
 
 
 def _findings(diagnosis: Diagnosis) -> Iterator[str]:

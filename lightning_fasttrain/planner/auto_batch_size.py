@@ -211,7 +211,7 @@ class AutoBatchSize(AddsTechniques):
         steps: number of tried steps, at least 2, since the first creates the optimizer's state.
         seconds: time limit for reading batches to find the largest.
         cuda_graph: True replays the micro-batches of the run as CUDA graphs, as in
-            :class:`~lightning_fasttrain.MicroBatching`; the tried steps run without.
+            :class:`~lightning_fasttrain.MicroBatching`; the tried steps, and batches that fit whole, run without.
 
     Attributes:
         parts: number of micro-batches of a batch; None before it is known.

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from itertools import pairwise
 
 from lightning_fasttrain.core.checks import PositiveFloat, PositiveInt, PositiveShare, check_arguments, one_of
 from lightning_fasttrain.core.messages import explain
@@ -115,6 +116,25 @@ def find_accelerator(name: str) -> Accelerator:
         way_out = f"Use {', '.join(ACCELERATORS)}, or make an Accelerator of its data sheet"
         raise ValueError(explain(f"accelerator {name!r}", "it is not in the table", way_out))
     return ACCELERATORS[_SHORT.get(found, found)]
+
+
+_VARIANTS = {"NVL", "LAPTOP", "TI", "SUPER", "D"}  # of a GPU in the table, with other rates
+
+
+def find_device(name: str) -> Accelerator | None:
+    """Return the accelerator that torch calls so; None if it is not in the table.
+
+    Example:
+        >>> find_device("NVIDIA A100-SXM4-40GB").name, find_device("NVIDIA H100 PCIe").name, find_device("GTX 1080")
+        ('A100-40GB-SXM', 'H100-PCIe', None)
+    """
+    words = re.split(r"[\s-]+", name.upper())
+    words += [first + second for first, second in pairwise(words)]  # "RTX 4090"
+    if _VARIANTS.intersection(words):
+        return None
+    if "PCIE" not in words:
+        words.append("SXM")
+    return next((one for one in _TABLE if set(one.name.upper().split("-")).issubset(words)), None)
 
 
 @check_arguments

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lightning_fasttrain.core.atomic_write import write_atomic
 from lightning_fasttrain.core.checks import (
     NonNegativeFloat,
@@ -19,7 +21,7 @@ from lightning_fasttrain.core.checks import (
 )
 from lightning_fasttrain.core.messages import Report, ReportTable, explain
 from lightning_fasttrain.core.safe_load import read_json
-from lightning_fasttrain.step_time.accelerators import ACCELERATORS, Accelerator, find_accelerator
+from lightning_fasttrain.step_time.accelerators import ACCELERATORS, Accelerator, find_accelerator, find_device
 
 TF32 = "tf32"
 
@@ -169,6 +171,12 @@ def machine_of(accelerator: Accelerator) -> Machine:
         error_90=USUAL_ERROR_90,
         **USUAL,
     )
+
+
+def machine_of_device(device: torch.device) -> Machine | None:
+    """Return the profile of a GPU that is at hand by its data sheet; None if it is not in the table, or no GPU."""
+    accelerator = find_device(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return None if accelerator is None else machine_of(accelerator)
 
 
 @check_arguments

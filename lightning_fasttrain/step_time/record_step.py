@@ -17,7 +17,7 @@ from lightning_fasttrain.memory.one_rank import OneRank
 
 PRODUCT, ATTENTION, ATTENTION_BACKWARD, ELEMENTWISE = "products", "attention", "attention backward", "element-wise"
 GATHERS, REDUCTIONS, EXCHANGES = "gathers", "reductions", "exchanges"  # streams of collectives
-_FREE_NAMESPACES = ("profiler", "prim")
+_FREE_NAMESPACES, _COMMUNICATION = ("profiler", "prim"), ("c10d", "_c10d_functional")
 # They allocate or describe a tensor, and run no kernel.
 _FREE = {"detach", "lift_fresh", "_unsafe_view", "set_", "resize_", "_reshape_alias", "is_same_size", "wait_tensor"}
 _OVERWRITES = {"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "_foreach_copy_"}
@@ -192,7 +192,7 @@ class StepRecorder(Recorder):
         if _is_free(func):
             return
         self._enter_phase(phase)
-        if func.namespace in ("c10d", "_c10d_functional"):
+        if func.namespace in _COMMUNICATION:
             self._close_group()
             self._note_collective(trace, call, result)
         elif func is not _READ:
@@ -204,24 +204,12 @@ class StepRecorder(Recorder):
             self._step.events.append(Kernel("item", ELEMENTWISE, phase, module, "", 0, 0, 0, reads_value=True))
 
     def _note_kernel(self, trace: AllocationTrace, call: Call, result: object, phase: str, module: str) -> None:
-        func, args, _ = call
-        name = func.overloadpacket.__name__
         reads, writes = _find_moved(call, result)
-        kind, flops = _count_flops(call, result)
+        kernel = _describe_kernel(call, result, reads, writes, phase, module)
         owners, into = _find_owners(trace, reads), _find_owners(trace, writes)
-        waits = self._find_waits(name, owners, into, phase)
-        if self._fuse(kind, module, phase, owners, into, waits):
-            return
-        tensors = [arg for arg in args if isinstance(arg, Tensor)]
-        shapes = tuple(tuple(tensor.shape) for tensor in tensors)
-        typed = [*tensors, *(tensor for tensor, _ in (*reads, *writes))]
-        if kind == PRODUCT:  # with a bias, only the last tensor is a factor for sure
-            typed = tensors[::-1]
-        dtype = str(typed[0].dtype).removeprefix("torch.") if typed else ""
-        if kind in (ATTENTION, ATTENTION_BACKWARD) and _is_causal(call):
-            flops, name = flops // 2, f"{name}{_CAUSAL}"
-        read, written = _total(reads), _total(writes)
-        self._append(Kernel(name, kind, phase, module, dtype, flops, read, written, shapes, waits), into)
+        waits = self._find_waits(call[0].overloadpacket.__name__, owners, into, phase)
+        if not self._fuse(kernel.kind, module, phase, owners, into, waits):
+            self._append(replace(kernel, waits=waits) if waits else kernel, into)
 
     def _append(self, kernel: Kernel, into: "Owned") -> None:
         if kernel.op != "all_gather_copy_in":  # FSDP2 runs it in the stream of its gathers
@@ -315,6 +303,30 @@ class StepRecorder(Recorder):
         kept = [(owner, nbytes) for owner, nbytes in group.written.values() if owner.alive]
         read = sum(group.read.values())
         self._append(Kernel("fused", ELEMENTWISE, group.phase, group.module, "", 0, read, _total(kept)), kept)
+
+
+def note_call(step: RecordedStep, call: Call, result: object, phase: str) -> None:
+    """Add an operator that has run on real tensors to a step; views, allocations and collectives add nothing."""
+    func = call[0]
+    if func is _READ and phase != "optimizer step":
+        step.events.append(Kernel("item", ELEMENTWISE, phase, "", "", 0, 0, 0, reads_value=True))
+    elif func is not _READ and not _is_free(func) and func.namespace not in _COMMUNICATION:
+        step.events.append(_describe_kernel(call, result, *_find_moved(call, result), phase, ""))
+
+
+def _describe_kernel(call: Call, result: object, reads: "Moved", writes: "Moved", phase: str, module: str) -> Kernel:
+    func, args, _ = call
+    name = func.overloadpacket.__name__
+    kind, flops = _count_flops(call, result)
+    tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    shapes = tuple(tuple(tensor.shape) for tensor in tensors)
+    typed = [*tensors, *(tensor for tensor, _ in (*reads, *writes))]
+    if kind == PRODUCT:  # with a bias, only the last tensor is a factor for sure
+        typed = tensors[::-1]
+    dtype = str(typed[0].dtype).removeprefix("torch.") if typed else ""
+    if kind in (ATTENTION, ATTENTION_BACKWARD) and _is_causal(call):
+        flops, name = flops // 2, f"{name}{_CAUSAL}"
+    return Kernel(name, kind, phase, module, dtype, flops, _total(reads), _total(writes), shapes)
 
 
 Owned = Sequence[tuple[Allocation, int]]  # allocations with the bytes that are read or written

@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 
@@ -9,12 +10,12 @@ from lightning_fasttrain.doctor.findings.training_faults import _copy, _could_be
 from lightning_fasttrain.doctor.observation.step_records import UpdateRecord
 
 
-def trained(**settings):
-    net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+def trained(device="cpu", **settings):
+    net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)).to(device)
     optimizer = torch.optim.AdamW(
         [{"params": net[0].parameters(), "lr": 0.1}, {"params": net[1].parameters()}], **settings
     )
-    net(torch.rand(3, 4)).sum().backward()
+    net(torch.rand(3, 4, device=device)).sum().backward()
     optimizer.step()
     record = UpdateRecord(optimizer)
     record.note_gradients()
@@ -41,3 +42,12 @@ def test_only_plain_optimizers_of_torch_are_tried():
     assert not _could_be_fused(trained(lr=0.01, fused=True)[2])
     parameter = nn.Parameter(torch.ones(2))
     assert not _could_be_fused(UpdateRecord(torch.optim.RMSprop([parameter])))
+
+
+@pytest.mark.gpu
+def test_the_fused_copy_counts_its_steps_on_the_gpu():
+    _, optimizer, record = trained("cuda", lr=0.01, foreach=False)
+    fused = _copy(optimizer, record, fused=True)
+    fused.step()
+    assert {state["step"].device.type for state in fused.state.values()} == {"cuda"}
+    assert {state["step"].device.type for state in optimizer.state.values()} == {"cpu"}

@@ -188,21 +188,21 @@ def _try_fused(record: UpdateRecord, optimizer_ms: float) -> Iterator[Finding]:
 
 def _copy(optimizer: Optimizer, record: UpdateRecord, **changes: bool | None) -> Optimizer:
     """Return a copy of an optimizer, with copies of its parameters and its state, and gradients of zeros."""
-    copies: dict[int, torch.Tensor] = {}
     groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
         settings = {key: value for key, value in group.items() if key != "params"}
         parameters = []
         for parameter in group["params"]:
-            made = copies[id(parameter)] = parameter.detach().clone().requires_grad_()
+            made = parameter.detach().clone().requires_grad_()
             if id(parameter) in record.with_gradient:
                 made.grad = torch.zeros_like(made)
             parameters.append(made)
         groups.append({**settings, **changes, "params": parameters})
     made_optimizer = type(optimizer)(groups, **_lr_of(optimizer))
-    for parameter in parameters_of(optimizer):
-        if parameter in optimizer.state:
-            made_optimizer.state[copies[id(parameter)]] = copy.deepcopy(optimizer.state[parameter])
+    numbered = enumerate(parameters_of(optimizer))
+    state = {number: copy.deepcopy(optimizer.state[one]) for number, one in numbered if one in optimizer.state}
+    # Loading moves counts of steps to the device, where a fused optimizer has them.
+    made_optimizer.load_state_dict({"state": state, "param_groups": made_optimizer.state_dict()["param_groups"]})
     return made_optimizer
 
 

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_fasttrain.doctor.observation.operator_costs import OperatorCosts
 from lightning_fasttrain.doctor.observation.source_lines import Call, SourceLine, find_call
+from lightning_fasttrain.step_time.record_step import RecordedStep, note_call
 
 
 @dataclass
@@ -136,6 +137,7 @@ _SYNCS = {
     _aten.nonzero.default: "counts the elements that are not zero",
     _aten.masked_select.default: "selects by a mask, whose size is unknown before",
 }
+_KERNEL_PHASES = {"forward": "forward", "backward": "backward", "optimizer": "optimizer step"}
 _SOFTMAXES = {_aten._softmax.default, _aten._safe_softmax.default}
 _INDEXING = {_aten.index.Tensor, _aten.index_put_.default, _aten.index_put.default}
 
@@ -170,7 +172,7 @@ class Alive:
 
 
 class OperatorWatch(TorchDispatchMode):
-    """Records the operators of one step; each runs unchanged.
+    """Records the operators of one step, and what their kernels compute and move; each runs unchanged.
 
     Args:
         phase: returns the name of the current phase.
@@ -184,6 +186,7 @@ class OperatorWatch(TorchDispatchMode):
         super().__init__()
         self.costs = costs
         self.events: list[Event] = []
+        self.kernels = RecordedStep()
         self.made: list[Alive] = []
         self._phase, self._trial = phase, trial
 
@@ -196,6 +199,8 @@ class OperatorWatch(TorchDispatchMode):
         else:
             result = func(*args, **kwargs)
         seconds = perf_counter() - began
+        if phase in _KERNEL_PHASES:
+            note_call(self.kernels, (func, args, kwargs), result, _KERNEL_PHASES[phase])
         described = _describe(func, args, result)
         # The user's line is far up the stack there, and what these phases make is not the user's.
         if described is None and phase in ("backward", "optimizer"):

@@ -30,6 +30,7 @@ from lightning_fasttrain.doctor.observation.step_records import BlockTimes, Meas
 from lightning_fasttrain.profiling.memory_record import MemoryRecord
 from lightning_fasttrain.profiling.memory_timeline import MemoryRecording
 from lightning_fasttrain.profiling.step_meter import PHASES, StepTimer
+from lightning_fasttrain.step_time.record_step import RecordedStep
 
 LOOP_PHASES = (*PHASES[:-1], "callbacks", PHASES[-1])
 StepCount = Annotated[int, Bounds(6)]
@@ -223,6 +224,12 @@ class Watch:
             if look.costs is not None and (found := look.costs.read()):
                 return found
         return {}
+
+    @property
+    def kernels(self) -> RecordedStep:
+        """The kernels of the step that was looked at last; none where the model is compiled."""
+        looks = list(self.looks.values())
+        return looks[-1].kernels if looks else RecordedStep()
 
     def compare_ranks(self) -> None:
         """Exchange the times of all ranks; each rank must call it."""
