@@ -236,11 +236,13 @@ class Diagnosis(Report):
         if rest <= 0:
             return f"{said}, and the step takes less: its rates are too low for kernels of this size"
         waits = {name: self.phase_ms.get(name, 0.0) for name in ("data_wait", "transfer", "callbacks", "other")}
-        shown = [f"{PHASE_NAMES[name]} {format_ms(ms)}" for name, ms in waits.items() if ms >= LEAST_SHARE * rest]
+        shown = [
+            f"{PHASE_NAMES[name]} {format_ms(ms)}" for name, ms in waits.items() if ms >= LEAST_SHARE * self.step_ms
+        ]
         slower = rest - sum(waits.values())
-        if slower >= LEAST_SHARE * rest:
-            shown.append(f"kernels below its rates, and gaps between them, {format_ms(slower)}")
-        return f"{said}; the other {format_ms(rest)} ms, {rest / self.step_ms:.0%} of the step: {', '.join(shown)}"
+        if slower >= LEAST_SHARE * self.step_ms:
+            shown.append(f"kernels below its rates and gaps between them {format_ms(slower)}")
+        return f"{said}; the step takes {format_ms(self.step_ms)} ms, with {', '.join(shown) or 'nothing else'}"
 
 
 def describe_cost(finding: Finding, step_ms: float) -> str:

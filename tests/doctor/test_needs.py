@@ -80,8 +80,8 @@ def test_the_rest_of_the_step_is_what_it_waited_for(tmp_path):
     diagnosis = Diagnosis("cuda", 18, 100.0, phases, **needs)
     said = diagnosis.compare_to_machine()
     assert said == (
-        "A100 could run these kernels in 50 ms (products 40, optimizer 10); the other 50 ms, 50% of the step: waiting "
-        "for data 20, kernels below its rates, and gaps between them, 30"
+        "A100 could run these kernels in 50 ms (products 40, optimizer 10); the step takes 100 ms, with waiting for "
+        "data 20, kernels below its rates and gaps between them 30"
     )
     assert said in save_diagnosis(diagnosis, tmp_path)[0].read_text()
     assert "the step takes less" in replace(diagnosis, step_ms=45.0).compare_to_machine()
