@@ -5,8 +5,8 @@
 
 Half of the runs share the machine with a process that keeps one core busy; a quarter have torch's kernels for older
 processors, by ``ATEN_CPU_CAPABILITY``; in every second one the test files come in random order. The file is written
-after each run, so that nothing is lost when it is stopped, and a run that is on file is not repeated. Arguments after
-``--`` are those of pytest, after the README's own.
+after each run, with its commit, so that nothing is lost when it is stopped; a run that is on file is not repeated.
+Arguments after ``--`` are those of pytest, after the README's own.
 """
 
 import argparse
@@ -80,6 +80,12 @@ def run_tests(conditions, arguments):
     )
 
 
+def name_commit():
+    """Return the commit of the repository; "" where it is no repository."""
+    command = ["git", "rev-parse", "--short=10", "HEAD"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+
+
 def main():
     own = sys.argv[1:]
     arguments = own[own.index("--") + 1 :] if "--" in own else []
@@ -97,7 +103,8 @@ def main():
     for run in range(len(runs), options.runs):
         conditions = conditions_of(run)
         outcome = run_tests(conditions, arguments)
-        runs.append({"date": datetime.now(UTC).isoformat(timespec="seconds"), **conditions, **outcome})
+        ended = datetime.now(UTC).isoformat(timespec="seconds")
+        runs.append({"date": ended, "commit": name_commit(), **conditions, **outcome})
         write_atomic(options.out, json.dumps(found, indent=1) + "\n")
         said = ", ".join(f"{key} {value}" for key, value in conditions.items() if value not in ("", None, False))
         failed = ", ".join(outcome["failed_tests"]) or "all passed"
