@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.fabric.utilities.apply_func import apply_to_collection
@@ -18,6 +18,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_iter
 
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.fake_mode import FakeMode
 from lightning_fasttrain.core.modules.parameters import quantized_tensors
 from lightning_fasttrain.core.modules.wrapped_forward import patched
 from lightning_fasttrain.memory.fake_operators import AssumedNumbers, is_sharded, run_on_shards
@@ -362,13 +363,14 @@ def run_cached(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
     Source:
         ``FakeTensorMode`` has a cache of its own, which spends most of its time on symbolic shapes; here are none.
     """
+    kind = _find_kind(func)
     # It allocates nothing, and would take as long as an operator on each parameter. Counts of steps have values.
-    if _writes_a_list(func) and not any(map(_has_value, args[0])):
+    if kind.writes_a_list and not any(map(_has_value, args[0])):
         return None
     tensors: list[FakeTensor] = []
     # In a backward, function modes would be asked for each attribute of a tensor.
     with torch._C.DisableTorchFunction():
-        key = _describe_call(func, args, kwargs, tensors)
+        key = _describe_call(func, kind, args, kwargs, tensors)
         build = _cache.get(key)
         if build is not None:
             return build(tensors)
@@ -381,25 +383,18 @@ def _has_value(tensor: Tensor) -> bool:
     return not isinstance(tensor, FakeTensor) or tensor.constant is not None
 
 
-@cache
-def _writes_a_list(func: Any) -> bool:
-    name = func.overloadpacket.__name__
-    return name.startswith("_foreach_") and name.endswith("_")
-
-
 def _describe_call(
-    func: object, args: Sequence[object], kwargs: Mapping[str, object], tensors: list[FakeTensor]
+    func: object, kind: "_Kind", args: Sequence[object], kwargs: Mapping[str, object], tensors: list[FakeTensor]
 ) -> tuple[Any, ...] | None:
     """Return what the result depends on and append the tensors to ``tensors``; None if it depends on more."""
-    if not _is_cacheable(func) or torch.is_inference_mode_enabled():
+    if not kind.is_cacheable or torch.is_inference_mode_enabled():
         return None
     key: list[Any] = [func, torch.get_default_dtype()]
-    by_type = _depends_on_types(func)
-    if not _describe_all(args, by_type, key, tensors):
+    if not _describe_all(args, kind.by_type, key, tensors):
         return None
     for name, value in kwargs.items():
         key.append(name)
-        if not _describe_all((value,), by_type, key, tensors):
+        if not _describe_all((value,), kind.by_type, key, tensors):
             return None
     return tuple(key)
 
@@ -434,26 +429,28 @@ def _describe(tensor: Tensor) -> tuple[Any, ...]:
     return (*layout, tensor.requires_grad, tensor.is_neg(), tensor.is_conj())
 
 
-_kinds: dict[Any, tuple[bool, bool]] = {}
+class _Kind(NamedTuple):
+    """Properties of an operator that decide whether its result can be cached.
+
+    Attributes:
+        is_cacheable: whether it is one of PyTorch that does not change the shapes of its arguments.
+        by_type: whether only the types of floats matter, not their values, as for products with a learning rate.
+        writes_a_list: whether it writes to the tensors of a list, and returns nothing.
+    """
+
+    is_cacheable: bool
+    by_type: bool
+    writes_a_list: bool
 
 
-def _is_cacheable(func: object) -> bool:
-    """Whether ``func`` is an operator of PyTorch that does not change the shapes of its arguments."""
-    return _find_kind(func)[0]
-
-
-def _depends_on_types(func: object) -> bool:
-    """Whether only the types of floats matter, not their values, as for products with a learning rate."""
-    return _find_kind(func)[1]
-
-
-def _find_kind(func: object) -> tuple[bool, bool]:
-    if func not in _kinds:
-        is_operator = isinstance(func, torch._ops.OpOverload) and func.namespace == "aten"
-        cacheable = is_operator and torch.Tag.inplace_view not in func.tags
-        pointwise = cacheable and (torch.Tag.pointwise in func.tags or func.name().startswith("aten::_foreach_"))
-        _kinds[func] = cacheable, pointwise
-    return _kinds[func]
+@cache
+def _find_kind(func: Any) -> _Kind:
+    name = func.overloadpacket.__name__
+    in_lists = name.startswith("_foreach_")
+    is_operator = isinstance(func, torch._ops.OpOverload) and func.namespace == "aten"
+    is_cacheable = is_operator and torch.Tag.inplace_view not in func.tags
+    by_type = is_cacheable and (torch.Tag.pointwise in func.tags or in_lists)
+    return _Kind(is_cacheable, by_type, in_lists and name.endswith("_"))
 
 
 def _run_and_cache(
@@ -529,4 +526,5 @@ def _build_tensor(
         like = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         for place in places:
             like.set_(arguments[place].untyped_storage(), offset, shape, stride)
-    return FakeTensor(arguments[0].fake_mode, like, _CPU)
+    mode = arguments[0].fake_mode
+    return mode.wrap(like) if isinstance(mode, FakeMode) else FakeTensor(mode, like, _CPU)

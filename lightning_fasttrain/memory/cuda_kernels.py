@@ -212,6 +212,8 @@ class AsOnCuda(TorchFunctionMode):
             if _answers_itself(kind):
                 with self:
                     return kind.__torch_function__(func, types, args, kwargs)
+        if _is_plain(func):
+            return func(*args, **kwargs)
         if func in _REPLACED:
             return _REPLACED[func](*args, **kwargs)
         if torch.is_autocast_enabled("cpu"):
@@ -225,6 +227,12 @@ class AsOnCuda(TorchFunctionMode):
         # What it calls is to be seen, too.
         with self:
             return body(*args, **kwargs)
+
+
+@functools.cache
+def _is_plain(func: Any) -> bool:
+    """Whether it is the same on CUDA, like the attributes that a step reads all the time."""
+    return func not in _REPLACED and func not in _IN_FLOAT32 | _TO_FLOAT32 and _find_body(func) is None
 
 
 @functools.cache

@@ -133,7 +133,7 @@ def _fake_parameters(module: nn.Module, mode: FakeMode) -> dict[int, Any]:
         is_plain = type(parameter) is nn.Parameter and parameter.device == _CPU
         if is_plain and parameter.layout == torch.strided and parameter.is_contiguous():
             size, stride = parameter.size(), parameter.stride()
-            fake: Any = FakeTensor(mode, torch.empty_strided(size, stride, dtype=parameter.dtype, device="meta"), _CPU)
+            fake: Any = mode.wrap(torch.empty_strided(size, stride, dtype=parameter.dtype, device="meta"))
             fake.requires_grad, fake._is_param = parameter.requires_grad, True
             found[id(parameter)] = fake
     return found

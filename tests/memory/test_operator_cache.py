@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.nn import functional as F
@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.bench.gpt import GPTConfig, GPTModule
+from lightning_fasttrain.core.modules.fake_mode import FakeMode
 from lightning_fasttrain.memory import allocation_trace
 from lightning_fasttrain.memory.one_rank import fake_ranks
 from tests.support.nets import TinyLM, lm_batches
@@ -189,7 +190,8 @@ def test_lists_of_shards_take_the_memory_that_each_operator_takes(name, monkeypa
     shorter = predict()
     with monkeypatch.context() as patches:
         patches.setattr(allocation_trace, "run_on_shards", lambda *call: NotImplemented)
-        patches.setattr(allocation_trace, "_writes_a_list", lambda func: False)
+        find = allocation_trace._find_kind
+        patches.setattr(allocation_trace, "_find_kind", lambda func: find(func)._replace(writes_a_list=False))
         # DTensor propagates each sharding once, with further tensors.
         predict()
         assert predict() == shorter
@@ -211,3 +213,27 @@ def test_shards_that_lie_differently_are_left_to_dtensor():
         assert run(torch.ops.aten.add.Tensor, (rows, rows), {}, call) is NotImplemented
         partial = DTensor.from_local(torch.zeros(8, 8), mesh, [Partial()])
         assert run(torch.ops.aten._foreach_abs.default, ([partial],), {}, call) is NotImplemented
+
+
+def test_a_tensor_with_the_attributes_of_another_is_what_torch_makes():
+    mode, other = FakeMode(), FakeMode()
+    for like in (torch.empty_strided((2, 3), (1, 2), device="meta"), torch.empty(0, dtype=torch.int8, device="meta")):
+        mode.wrap(like)
+        made, expected = mode.wrap(like), FakeTensor(other, like, torch.device("cpu"))
+        assert {**vars(made), "fake_mode": None} == {**vars(expected), "fake_mode": None}
+        assert (made.fake_mode, made.device, made.dtype, made.stride()) == (
+            mode,
+            expected.device,
+            like.dtype,
+            like.stride(),
+        )
+        assert torch._C._dispatch_key_set(made) == torch._C._dispatch_key_set(expected)
+
+
+def test_a_number_is_known_until_it_is_written_to():
+    with FakeMode():
+        number = torch.tensor(3.0)
+        assert number.item() == 3.0
+        number.add_(torch.empty(()))
+        with pytest.raises(DataDependentOutputException):
+            number.item()

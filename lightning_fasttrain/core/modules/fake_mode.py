@@ -9,6 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
 
+_CPU = torch.device("cpu")
 _LIFT = torch.ops.aten.lift_fresh.default  # called by torch.tensor()
 
 
@@ -22,6 +23,25 @@ class FakeMode(FakeTensorMode):
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
+        self._attributes: dict[str, object] = {}  # of a fake tensor on the CPU
+
+    def wrap(self, like: Tensor) -> FakeTensor:
+        """Return what ``FakeTensor(self, like, "cpu")`` does, in a fifth of its time: copy the attributes of another.
+
+        Args:
+            like: a meta tensor, whose sizes, strides and dtype it has; without a gradient.
+        """
+        if not self._attributes:
+            made = FakeTensor(self, like, _CPU)
+            self._attributes.update(vars(made))
+            return made
+        made = Tensor._make_subclass(FakeTensor, like, False, dispatch_device=True, device_for_backend_keys=_CPU)
+        if self._allow_unsafe_data_ptr_access:
+            torch._C._set_warn_deprecated_on_mutable_data_ptr(made)
+        else:
+            torch._C._set_throw_on_mutable_data_ptr(made)
+        vars(made).update(self._attributes)
+        return made
 
     @cached_property
     def avoid_device_init(self) -> bool:
