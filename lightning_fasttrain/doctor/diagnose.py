@@ -68,7 +68,7 @@ def diagnose(watch: Watch, machine: Machine | None = None) -> Diagnosis:
                 failed.append(f"{find.__name__} failed with {type(error).__name__}: {error}")
     machine = machine or machine_of_device(watch.device)
     needed_ms: dict[str, float] = {}
-    if machine is not None:
+    if machine is not None and watch.kernels is not None and measured.times:
         needed_ms = _find_needs(watch.kernels, machine)
     shown, minor = rank(found, measured.step_ms)
     phases = {name: measured.typical(name) for name in (*LOOP_PHASES[:-1], "other")}

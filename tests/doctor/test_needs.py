@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.doctor import Diagnosis, examine, save_diagnosis
+from lightning_fasttrain.doctor.observation import operator_watch
 from lightning_fasttrain.step_time.accelerators import find_device
 from lightning_fasttrain.step_time.machine import read_machine
 from tests.support.nets import trainer
@@ -72,6 +73,15 @@ def test_a_dtype_without_a_peak_and_a_cpu_without_a_machine_are_not_compared():
     doctor = ft.Doctor(steps=6, warmup=1, show=False)
     trainer([doctor], max_epochs=1).fit(Net(), DataLoader(torch.ones(64, 64), batch_size=8))
     assert (doctor.diagnosis.needed_ms, doctor.diagnosis.compared_with) == ({}, "")
+
+
+def test_an_operator_that_cannot_be_described_leaves_the_training_alone(monkeypatch):
+    def fail(*_):
+        raise NotImplementedError("no storage")
+
+    monkeypatch.setattr(operator_watch, "note_call", fail)
+    diagnosis = watched([])
+    assert (diagnosis.steps, diagnosis.needed_ms) == (3, {})
 
 
 def test_the_rest_of_the_step_is_what_it_waited_for(tmp_path):

@@ -186,7 +186,7 @@ class OperatorWatch(TorchDispatchMode):
         super().__init__()
         self.costs = costs
         self.events: list[Event] = []
-        self.kernels = RecordedStep()
+        self.kernels: RecordedStep | None = RecordedStep()
         self.made: list[Alive] = []
         self._phase, self._trial = phase, trial
 
@@ -199,8 +199,7 @@ class OperatorWatch(TorchDispatchMode):
         else:
             result = func(*args, **kwargs)
         seconds = perf_counter() - began
-        if phase in _KERNEL_PHASES:
-            note_call(self.kernels, (func, args, kwargs), result, _KERNEL_PHASES[phase])
+        self._note_kernel((func, args, kwargs), result, phase)
         described = _describe(func, args, result)
         # The user's line is far up the stack there, and what these phases make is not the user's.
         if described is None and phase in ("backward", "optimizer"):
@@ -215,6 +214,14 @@ class OperatorWatch(TorchDispatchMode):
                 if isinstance(tensor, Tensor):
                     self.made.append(Alive(weakref.ref(tensor), call.line, not func._schema.is_mutable))
         return result
+
+    def _note_kernel(self, call: tuple[Any, Any, Any], result: object, phase: str) -> None:
+        if self.kernels is None or phase not in _KERNEL_PHASES:
+            return
+        try:
+            note_call(self.kernels, call, result, _KERNEL_PHASES[phase])
+        except Exception:  # of tensors without a storage, perhaps; the step must not fail, and nothing is said of it
+            self.kernels = None
 
     def find_alive(self) -> dict[SourceLine, list[Tensor]]:
         """Return the tensors of the step that still exist, by the line that made them.

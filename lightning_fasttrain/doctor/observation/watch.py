@@ -226,10 +226,10 @@ class Watch:
         return {}
 
     @property
-    def kernels(self) -> RecordedStep:
-        """The kernels of the step that was looked at last; none where the model is compiled."""
+    def kernels(self) -> RecordedStep | None:
+        """The kernels of the step that was looked at last; None where the model is compiled, or sharded over ranks."""
         looks = list(self.looks.values())
-        return looks[-1].kernels if looks else RecordedStep()
+        return looks[-1].kernels if looks and not any(map(is_sharded, self.models)) else None
 
     def compare_ranks(self) -> None:
         """Exchange the times of all ranks; each rank must call it."""
