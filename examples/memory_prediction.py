@@ -1,13 +1,15 @@
 """How well the predicted peak memory of a training step agrees with the measured one, on the CPU or on CUDA.
 
     python examples/memory_prediction.py [--families | --cuda] [--models "GPT nano,ResNet"] [--out RESULTS.json]
+    python examples/memory_prediction.py --cuda --again examples/results/memory_prediction_cuda.json
 
 Without more it is the six reference models on the CPU; with ``--families`` models of other kinds, which need the extra
 finetune. With ``--cuda`` it is larger models of 16 kinds, held against the caching allocator's own count and without
 cuDNN, whose workspace is not predicted. The results name the device.
 
 The prediction runs on tensors without memory, from the function that builds the model; the measurement is of the
-third step of the same training, by PeakMemory. The last line is the largest error of all.
+third step of the same training, by PeakMemory. The last line is the largest error of all. ``--again`` predicts anew
+what a file has measured, which needs no GPU.
 """
 
 import argparse
@@ -21,6 +23,7 @@ from pathlib import Path
 
 import reference_models
 import torch
+import transformers
 from lightning.fabric.utilities import move_data_to_device
 
 import lightning_fasttrain as ft
@@ -155,9 +158,13 @@ def main():
     parser.add_argument("--families", action="store_true", help="models of other families")
     parser.add_argument("--cuda", action="store_true", help="models of 16 families on a GPU")
     parser.add_argument("--out", type=Path, help="a JSON file for the figures")
+    parser.add_argument("--again", type=Path, metavar="FILE", help="predict anew what was measured there, and write it")
     options = parser.parse_args()
     device = "cuda" if options.cuda else "cpu"
     specimens = find_specimens(options)
+    if options.again is not None:
+        predict_again(options.again, specimens, device)
+        return
     chosen = options.models.split(",") if options.models else list(specimens)
     ways = options.ways.split(",") if options.ways else WAYS_ON_CUDA if options.cuda else WAYS_ON_CPU
     if options.cuda:
@@ -184,6 +191,23 @@ def main():
                 found = {**about, "largest_error": largest, "rows": rows}
                 write_atomic(options.out, json.dumps(found, indent=1) + "\n")
     print(f"largest error {largest:.1%}")
+
+
+def predict_again(file, specimens, device):
+    """Replace the predictions of a file by those of this version; what was measured stays."""
+    torch.backends.cudnn.enabled = False  # as where it was measured
+    found = json.loads(file.read_text())
+    for row in found["rows"]:
+        report = predict(specimens[row["model"]], device, WAYS[row["way"]])
+        row["predicted_bytes"] = report.peak_bytes
+        if device == "cuda":
+            row["predicted_reserved"] = report.reserved_bytes
+        print(f"{row['model']:<16} {row['way']:<17} {error_of(row):>+7.1%}", flush=True)
+    used = {**versions(), "transformers": transformers.__version__}  # which decides how a model attends
+    found["predicted"] = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "versions": used}
+    found["largest_error"] = max(abs(error_of(row)) for row in found["rows"])
+    write_atomic(file, json.dumps(found, indent=1) + "\n")
+    print(f"largest error {found['largest_error']:.1%}")
 
 
 def rows_of(model, specimen, ways, device):
