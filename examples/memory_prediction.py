@@ -197,6 +197,8 @@ def predict_again(file, specimens, device):
     """Replace the predictions of a file by those of this version; what was measured stays."""
     torch.backends.cudnn.enabled = False  # as where it was measured
     found = json.loads(file.read_text())
+    if ("measured_reserved" in found["rows"][0]) != (device == "cuda"):
+        raise SystemExit(f"{file} was measured on {found['device']}: --cuda goes with a GPU alone")
     for row in found["rows"]:
         report = predict(specimens[row["model"]], device, WAYS[row["way"]])
         row["predicted_bytes"] = report.peak_bytes
