@@ -72,7 +72,7 @@ def run_tests(conditions, arguments):
         if conditions["busy_neighbour"]:
             around.enter_context(busy_core())
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, flags=re.MULTILINE)
+    failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, flags=re.MULTILINE)
     counted = {name: int(number) for number, name in re.findall(r"(\d+) (passed|failed|skipped|errors?)", done.stdout)}
     ended = done.stdout.strip().splitlines()[-1:]
     return {"seconds": round(time.monotonic() - began), "code": done.returncode, **counted, "failed_tests": failed} | (
