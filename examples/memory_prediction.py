@@ -23,13 +23,12 @@ from pathlib import Path
 
 import reference_models
 import torch
-import transformers
 from lightning.fabric.utilities import move_data_to_device
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.bench.ladder.turns import without_paths
 from lightning_fasttrain.core.atomic_write import write_atomic
-from lightning_fasttrain.core.device import hardware, versions
+from lightning_fasttrain.core.device import hardware, package_version, versions
 
 MODELS = {
     "GPT nano": reference_models.gpt("nano", batch=8),
@@ -205,7 +204,7 @@ def predict_again(file, specimens, device):
         if device == "cuda":
             row["predicted_reserved"] = report.reserved_bytes
         print(f"{row['model']:<16} {row['way']:<17} {error_of(row):>+7.1%}", flush=True)
-    used = {**versions(), "transformers": transformers.__version__}  # which decides how a model attends
+    used = {**versions(), "transformers": package_version("transformers")}  # which decides how a model attends
     found["predicted"] = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "versions": used}
     found["largest_error"] = max(abs(error_of(row)) for row in found["rows"])
     write_atomic(file, json.dumps(found, indent=1) + "\n")

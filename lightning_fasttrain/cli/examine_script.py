@@ -33,6 +33,8 @@ def _refuse_bad_input(options: argparse.Namespace) -> None:
         raise CommandError(f"--warmup {options.warmup}: the first step is never typical. Use --warmup 3.")
     if options.script is not None and not Path(options.script).is_file():
         raise CommandError(f"there is no script {options.script}. Give a Python file.")
+    if options.script is None and options.machine is not None:
+        raise CommandError("--machine is what the step of a script is compared with. Give a script, too.")
 
 
 def _find_machine(given: str) -> str:

@@ -2,9 +2,7 @@
 
 from collections.abc import Iterator
 
-import torch
-
-from lightning_fasttrain.core.messages import number_of
+from lightning_fasttrain.core.messages import first_line, number_of
 from lightning_fasttrain.core.state.rng import keep_random_state
 from lightning_fasttrain.doctor.diagnosis import Diagnosis, Finding, most_expensive, rank
 from lightning_fasttrain.doctor.findings.operators import (
@@ -27,9 +25,9 @@ from lightning_fasttrain.doctor.findings.training_faults import (
 )
 from lightning_fasttrain.doctor.observation.step_records import LineTime, Measured
 from lightning_fasttrain.doctor.observation.watch import LOOP_PHASES, Watch
-from lightning_fasttrain.step_time.machine import TF32, Machine, machine_of_device
-from lightning_fasttrain.step_time.record_step import RecordedStep
-from lightning_fasttrain.step_time.simulate_step import Timeline, simulate_step
+from lightning_fasttrain.step_time.machine import Machine, machine_of_device
+from lightning_fasttrain.step_time.predict_time import refuse_unknown_peaks, uses_tf32
+from lightning_fasttrain.step_time.simulate_step import simulate_step
 
 # Memory first, since later families hold tensors of their own.
 _FAMILIES = (
@@ -68,8 +66,11 @@ def diagnose(watch: Watch, machine: Machine | None = None) -> Diagnosis:
                 failed.append(f"{find.__name__} failed with {type(error).__name__}: {error}")
     machine = machine or machine_of_device(watch.device)
     needed_ms: dict[str, float] = {}
-    if machine is not None and watch.kernels is not None and measured.times:
-        needed_ms = _find_needs(watch.kernels, machine)
+    if machine is not None and measured.times:
+        try:
+            needed_ms = _find_needs(watch, machine)
+        except Exception as error:  # as above
+            failed.append(f"The step was not compared with {machine.name}: {first_line(error).rstrip('.')}")
     shown, minor = rank(found, measured.step_ms)
     phases = {name: measured.typical(name) for name in (*LOOP_PHASES[:-1], "other")}
     return Diagnosis(
@@ -89,11 +90,14 @@ def diagnose(watch: Watch, machine: Machine | None = None) -> Diagnosis:
     )
 
 
-def _find_needs(step: RecordedStep, machine: Machine) -> dict[str, float]:
-    """Return the milliseconds of a step's kernels on a machine by kind; none if it has no peak of their dtype."""
-    tf32 = torch.backends.cuda.matmul.fp32_precision == TF32
-    if not step.events or not Timeline(step.events, 1, tf32).precisions() <= machine.peak_flops.keys():
-        return {}
+def _find_needs(watch: Watch, machine: Machine) -> dict[str, float]:
+    """Return the milliseconds of a step's kernels on a machine by kind.
+
+    Raises:
+        ValueError: the kernels are not known, or the machine has no peak of their dtype.
+    """
+    step, tf32 = watch.read_kernels(), uses_tf32(())
+    refuse_unknown_peaks(step, machine, tf32)
     by_kind = simulate_step(step, machine, 1, tf32).by_kind
     return {kind: 1e3 * seconds for kind, seconds in by_kind.items() if seconds > 0}
 

@@ -152,7 +152,7 @@ class Diagnosis(Report):
         block_ms: time of the forward of each block.
         memory: the memory of one step; None if it was not recorded.
         needed_ms: what the kernels of a step take at the rates of ``compared_with``, by kind, with starting them and
-            waiting for values; empty where they were not looked at, or are sharded, or the machine is not known.
+            waiting for values; empty where no machine is known, or a note says why.
         compared_with: name of the machine whose rates these are.
         notes: what could not be looked at, and why.
     """

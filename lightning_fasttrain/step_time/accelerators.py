@@ -118,7 +118,7 @@ def find_accelerator(name: str) -> Accelerator:
     return ACCELERATORS[_SHORT.get(found, found)]
 
 
-_VARIANTS = {"NVL", "LAPTOP", "TI", "SUPER", "D"}  # of a GPU in the table, with other rates
+_VARIANTS = {"NVL", "MIG", "LAPTOP", "TI", "SUPER", "D"}  # of a GPU in the table, or parts of one, with other rates
 
 
 def find_device(name: str) -> Accelerator | None:

@@ -200,7 +200,7 @@ def predict_time(
     tf32 = uses_tf32(techniques)
     steps = [add_collectives(step, recorder.rank) for step in recorder.steps]
     for step in steps:
-        _refuse_unknown_peaks(step, profile, tf32)
+        refuse_unknown_peaks(step, profile, tf32)
     per_node = devices // nodes
     # Where values that the code reads decide shapes, the longest step.
     simulated = [(simulate_step(step, profile, per_node, tf32), step) for step in steps]
@@ -268,7 +268,8 @@ def _refuse_offload(offloading: object) -> None:
     raise ValueError(explain(f"{type(offloading).__name__} with offload", why, "Predict it without offload"))
 
 
-def _refuse_unknown_peaks(step: RecordedStep, machine: Machine, tf32: bool) -> None:
+def refuse_unknown_peaks(step: RecordedStep, machine: Machine, tf32: bool) -> None:
+    """Raises: ValueError: a machine has no peak of the dtype of a matrix product or an attention."""
     for kernel in step.kernels:
         dtype = TF32 if tf32 and kernel.kind == PRODUCT and kernel.dtype == "float32" else kernel.dtype
         if kernel.flops and dtype not in machine.peak_flops:

@@ -2,6 +2,7 @@
 
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from lightning_fasttrain.cli import examine_script
 from lightning_fasttrain.cli.main import main
 from lightning_fasttrain.cli.rehearsal.run_script import write_entry_point
+from lightning_fasttrain.step_time.machine import read_machine
 from tests.support.ranks import Ranks
 
 LOOP = """
@@ -89,3 +91,25 @@ def test_a_script_that_trains_nothing_is_an_error(script, capsys):
 def test_bad_input_is_refused(arguments, says, capsys):
     assert main(["doctor", *arguments]) == 2
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--machine", "H1000", "SCRIPT"], "'H1000': it is not in the table"),
+        (["--machine", "nowhere.json", "SCRIPT"], "nowhere.json: there is no such file"),
+        (["--machine", "A100"], "Give a script, too"),
+    ],
+)
+def test_a_machine_that_is_not_known_is_refused_before_the_script_runs(script, arguments, said, capsys):
+    assert main(["doctor", *(str(script) if one == "SCRIPT" else one for one in arguments)]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_step_of_a_script_is_compared_with_a_machine(script, tmp_path, capsys):
+    profile = replace(read_machine("A100"), name="mine").save(tmp_path / "mine.json")
+    command = ["doctor", "--steps", "8", "--machine", str(profile), "--out", str(tmp_path / "out"), "--json"]
+    assert main([*command, str(script), "1000"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["compared_with"] == "mine"
+    assert found["needed_ms"]["products"] > 0

@@ -13,7 +13,7 @@ from lightning_fasttrain.doctor import Diagnosis, examine, save_diagnosis
 from lightning_fasttrain.doctor.observation import operator_watch
 from lightning_fasttrain.step_time.accelerators import find_device
 from lightning_fasttrain.step_time.machine import read_machine
-from tests.support.nets import trainer
+from tests.support.nets import TinyLM, fit, lm_batches, trainer
 
 # A product takes a second for 1e9 FLOPs, and nothing else takes time.
 SLOW = replace(
@@ -69,7 +69,9 @@ def test_a_loop_is_compared_too():
 
 
 def test_a_dtype_without_a_peak_and_a_cpu_without_a_machine_are_not_compared():
-    assert watched([], torch.float64).needed_ms == {}
+    diagnosis = watched([], torch.float64)
+    assert diagnosis.needed_ms == {}
+    assert any("mm in float64 on slow: its profile has peaks of float32 alone" in note for note in diagnosis.notes)
     doctor = ft.Doctor(steps=6, warmup=1, show=False)
     trainer([doctor], max_epochs=1).fit(Net(), DataLoader(torch.ones(64, 64), batch_size=8))
     assert (doctor.diagnosis.needed_ms, doctor.diagnosis.compared_with) == ({}, "")
@@ -82,6 +84,14 @@ def test_an_operator_that_cannot_be_described_leaves_the_training_alone(monkeypa
     monkeypatch.setattr(operator_watch, "note_call", fail)
     diagnosis = watched([])
     assert (diagnosis.steps, diagnosis.needed_ms) == (3, {})
+    assert any("an operator cannot be described: NotImplementedError" in note for note in diagnosis.notes)
+
+
+def test_a_compiled_model_is_not_compared_which_is_said():
+    doctor = ft.Doctor(steps=6, warmup=1, show=False, machine=SLOW)
+    fit(TinyLM(), lm_batches(8), [doctor, ft.CompileBlocks(backend="eager")])
+    assert doctor.diagnosis.needed_ms == {}
+    assert "The step was not compared with slow: its operators were not looked at" in doctor.diagnosis.notes
 
 
 def test_the_rest_of_the_step_is_what_it_waited_for(tmp_path):
@@ -112,7 +122,13 @@ def test_gpus_are_known_by_the_names_that_torch_gives_them(name, accelerator):
     assert find_device(name).name == accelerator
 
 
-@pytest.mark.parametrize("name", ["NVIDIA GeForce RTX 4090 Laptop GPU", "RTX 3090 Ti", "NVIDIA A10", "NVIDIA H100 NVL"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("NVIDIA GeForce RTX 4090 Laptop GPU", "RTX 3090 Ti", "NVIDIA A10", "NVIDIA H100 NVL"),
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+    ],
+)
 def test_other_gpus_are_not_taken_for_known_ones(name):
     assert find_device(name) is None
 

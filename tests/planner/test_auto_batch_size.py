@@ -255,3 +255,8 @@ def test_on_a_gpu_the_largest_part_that_fits_beside_what_is_taken():
     trainer([auto], accelerator="gpu", devices=1).fit(net, as_loader(batches))
     assert auto.parts > 1
     assert auto.measured_bytes - taken.nbytes < free
+
+
+def test_cuda_graphs_are_refused_on_a_cpu():
+    with pytest.raises(ValueError, match="cuda_graph=True on cpu: only a CUDA device replays graphs"):
+        train(ShallowLM(), [ft.AutoBatchSize(memory_gib=1, cuda_graph=True)])

@@ -56,8 +56,9 @@ class FakeMode(FakeTensorMode):
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         """Run an operator on fake tensors; a number is made one here, in a tenth of PyTorch's time."""
-        if func is _LIFT and type(args[0]) is Tensor and args[0].device.type == "cpu" and args[0].numel() == 1:
-            return self._lift(args[0])
+        number = args[0] if func is _LIFT else None
+        if type(number) is Tensor and number.numel() == 1 and number.layout is torch.strided and number.is_cpu:
+            return self._lift(number)
         return super().dispatch(func, types, args, kwargs or {})
 
     def _lift(self, number: Tensor) -> FakeTensor:

@@ -186,7 +186,8 @@ class OperatorWatch(TorchDispatchMode):
         super().__init__()
         self.costs = costs
         self.events: list[Event] = []
-        self.kernels: RecordedStep | None = RecordedStep()
+        self.kernels = RecordedStep()
+        self.failure: Exception | None = None  # to describe a kernel
         self.made: list[Alive] = []
         self._phase, self._trial = phase, trial
 
@@ -216,12 +217,12 @@ class OperatorWatch(TorchDispatchMode):
         return result
 
     def _note_kernel(self, call: tuple[Any, Any, Any], result: object, phase: str) -> None:
-        if self.kernels is None or phase not in _KERNEL_PHASES:
+        if self.failure is not None or phase not in _KERNEL_PHASES:
             return
         try:
             note_call(self.kernels, call, result, _KERNEL_PHASES[phase])
-        except Exception:  # of tensors without a storage, perhaps; the step must not fail, and nothing is said of it
-            self.kernels = None
+        except Exception as error:  # it is reported at the end: the training must not fail because of it
+            self.failure = error
 
     def find_alive(self) -> dict[SourceLine, list[Tensor]]:
         """Return the tensors of the step that still exist, by the line that made them.

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_fasttrain.core.batch.padding_share import PaddingShare
 from lightning_fasttrain.core.checks.annotations import Bounds
 from lightning_fasttrain.core.distributed import from_all_ranks, is_sharded
+from lightning_fasttrain.core.messages import describe_error
 from lightning_fasttrain.core.modules.parameters import parameters_of
 from lightning_fasttrain.core.modules.wrapped_forward import is_compiled
 from lightning_fasttrain.doctor.observation.operator_costs import OperatorCosts
@@ -225,11 +226,20 @@ class Watch:
                 return found
         return {}
 
-    @property
-    def kernels(self) -> RecordedStep | None:
-        """The kernels of the step that was looked at last; None where the model is compiled, or sharded over ranks."""
+    def read_kernels(self) -> RecordedStep:
+        """Return the kernels of the step that was looked at last.
+
+        Raises:
+            ValueError: they are not known, or not those of this rank alone.
+        """
         looks = list(self.looks.values())
-        return looks[-1].kernels if looks and not any(map(is_sharded, self.models)) else None
+        if not looks:
+            raise ValueError("its operators were not looked at")
+        if any(map(is_sharded, self.models)):
+            raise ValueError("its parameters are sharded, and operators have the shapes of all ranks together")
+        if looks[-1].failure is not None:
+            raise ValueError(f"an operator cannot be described: {describe_error(looks[-1].failure)}")
+        return looks[-1].kernels
 
     def compare_ranks(self) -> None:
         """Exchange the times of all ranks; each rank must call it."""
