@@ -1,11 +1,11 @@
-"""Candidates of a plan: techniques that can act on a model, as objects and as code, and their predicted memory."""
+"""Candidates of a plan: techniques that can act on a model, as objects and as code; their predicted memory and time."""
 
 import ast
 import copy
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -29,18 +29,13 @@ from lightning_fasttrain.core.batch.leaves import batch_size
 from lightning_fasttrain.core.messages import describe_error, explain
 from lightning_fasttrain.core.modules.blocks import find_blocks
 from lightning_fasttrain.core.package import PUBLIC, find_public, public_path
-from lightning_fasttrain.memory import predict_memory
 from lightning_fasttrain.memory.fake_step import fake_model
+from lightning_fasttrain.memory.predict_memory import predict_strategies
 from lightning_fasttrain.model.memory_budget.memory_budget import MemoryBudget
 from lightning_fasttrain.proof.verification.short_run import quietly
-from lightning_fasttrain.strategy.choose_strategy import (
-    Candidate,
-    Compared,
-    StrategyChoice,
-    compare_strategies,
-    pick_best,
-)
-from lightning_fasttrain.strategy.memory_limits import Limits, gib
+from lightning_fasttrain.step_time.machine import Machine
+from lightning_fasttrain.step_time.predict_time import recorder_for, simulate_recorded, uses_tf32
+from lightning_fasttrain.step_time.record_step import StepRecorder
 from lightning_fasttrain.technique import Exactness, Setting, Technique, check_together
 from lightning_fasttrain.technique.declarations import Facts, add_model
 
@@ -402,8 +397,8 @@ def _why_not_on(module: L.LightningModule, technique: Technique) -> str | None:
         return str(error).partition("\n")[0]
 
 
-class PredictedMemory:
-    """Predicts peak memory in bytes.
+class Predictions:
+    """Predicts the peak memory of choices in bytes and, of a known machine, the time of their steps.
 
     From two micro-batches on, a step's peak is a constant plus a multiple of the size of one, as two predictions show.
 
@@ -414,6 +409,7 @@ class PredictedMemory:
         parts: the possible numbers of micro-batches.
         budget_bytes: the limit of choices with a :class:`~lightning_fasttrain.planner.candidates.Budget`.
         measure: returns the measured peak of a choice, for models whose plain step cannot be predicted.
+        machine: whose times are predicted; None: none are.
 
     Attributes:
         why_measured: why the plain step cannot be predicted; "" if it can.
@@ -427,13 +423,15 @@ class PredictedMemory:
         parts: list[int],
         budget_bytes: float = 0.0,
         measure: Callable[[Choice], float] | None = None,
+        machine: Machine | None = None,
     ) -> None:
         self.budget_bytes, self.measure, self.why_measured = budget_bytes, measure, ""
-        self.module, self.batch, self.device = module, batch, device
+        self.module, self.batch, self.device, self.machine = module, batch, device, machine
         # From two parts on: in one part a step has another order, and its peak is not on the line.
         self.ends = [parts[1], parts[-1]] if len(parts) > 1 else []
         self.known: dict[Choice, float] = {}
         self.failed: dict[Choice, str] = {}  # choices whose step fails, and why
+        self.times_ms: dict[Choice, float | None] = {}
 
     def predict(self, choice: Choice, *, exactly: bool = False) -> float:
         """Return the peak memory in bytes; infinity for techniques with which the step fails.
@@ -456,6 +454,14 @@ class PredictedMemory:
             guesses = is_between and not exactly
             self.known[key] = self._interpolate(key) if guesses else self._predict(key, exactly)
         return self.known[key]
+
+    def predict_ms(self, choice: Choice) -> float | None:
+        """Return the time of a step in ms; None where it cannot be predicted, as with copies to host memory."""
+        if self.machine is None or self.why_measured or choice.has_budget:
+            return None
+        if choice not in self.times_ms:
+            self._predict(choice, exactly=True)
+        return self.times_ms.get(choice)
 
     def why_failed(self, choice: Choice) -> str:
         """Return why the step fails with a choice; "" if it does not."""
@@ -489,11 +495,12 @@ class PredictedMemory:
         if self.why_measured:
             return self._measure(choice, exactly)
         techniques = choice.techniques()
+        recorder = None if self.machine is None else recorder_for(techniques)
+        self.times_ms[choice] = None
+        step = {"techniques": techniques, "precision": choice.precision, "device": self.device, "recorder": recorder}
         try:
             with quietly():
-                report = predict_memory(
-                    self.module, self.batch, techniques=techniques, precision=choice.precision, device=self.device
-                )
+                (report,) = predict_strategies(self.module, self.batch, [None], **step)
         except Exception as error:
             if techniques:
                 self.failed[choice] = describe_error(error)
@@ -502,7 +509,19 @@ class PredictedMemory:
                 raise
             self.why_measured = describe_error(error).rstrip(".")
             return self._measure(choice, exactly)
+        if recorder is not None:
+            self.times_ms[choice] = self._simulate_ms(recorder, techniques)
         return float(report.peak_bytes)
+
+    def _simulate_ms(self, recorder: StepRecorder, techniques: Sequence[Technique]) -> float | None:
+        assert self.machine is not None
+        if any(isinstance(technique, model.ActivationOffload) for technique in techniques):
+            return None
+        try:
+            (longest, _), *_ = simulate_recorded(recorder, self.machine, uses_tf32(techniques))
+        except ValueError:  # no peak of a dtype is known
+            return None
+        return longest.seconds * 1e3
 
     def _measure(self, choice: Choice, exactly: bool) -> float:
         """Measure the peak; of several techniques at once it is at first assumed that each takes its own share."""
@@ -523,58 +542,6 @@ class PredictedMemory:
                 raise
             self.failed[choice] = describe_error(error)
             return math.inf
-
-
-class SeveralDevices:
-    """Predicts the memory of choices under each strategy.
-
-    Args:
-        module: the model.
-        batch: the batch of one device.
-        devices: total number of devices.
-        nodes: number of machines.
-        usable: usable bytes of each device.
-        device: type of the devices.
-    """
-
-    def __init__(
-        self, module: L.LightningModule, batch: object, devices: int, nodes: int, usable: float, device: str
-    ) -> None:
-        self.module, self.batch, self.device = module, batch, device
-        self.devices, self.nodes, self.usable = devices, nodes, usable
-        self.known: dict[Choice, Compared] = {}
-
-    def fits(self, choice: Choice) -> bool:
-        """Return whether a choice of techniques and precision fits under any strategy."""
-        return bool(self._fitting(choice))
-
-    def choose(self, choice: Choice) -> StrategyChoice:
-        """Return the strategy that fits and moves the fewest bytes in a step."""
-        compared, usable = self._compare(choice), int(self.usable)
-        best = pick_best(self._fitting(choice))
-        assert best is not None  # as the search has asked whether it fits
-        why = f"{best.name} fits with {gib(best.device_bytes)} GiB of {gib(usable)} GiB and moves the fewest bytes."
-        shape = (self.devices, self.nodes, choice.precision, usable)
-        return StrategyChoice(best.name, compared.candidates, why, *shape, compared.sizes, compared.left_out)
-
-    def _fitting(self, choice: Choice) -> list[Candidate]:
-        fitting = []
-        for one in self._compare(choice).candidates:
-            # ZeRO counts micro-batches by itself.
-            joins = choice.parts == 1 or not one.name.startswith("zero")
-            if joins and one.fits and not one.rounds:
-                fitting.append(one)
-        return fitting
-
-    def _compare(self, choice: Choice) -> Compared:
-        # Compiled blocks count as eager ones, which take more.
-        choice = replace(choice, compile="")
-        if choice not in self.known:
-            step = {"techniques": choice.techniques(), "precision": choice.precision, "device": self.device}
-            limits = Limits(int(self.usable), None)
-            with quietly():
-                self.known[choice] = compare_strategies(self.module, self.batch, self.devices, limits, **step)
-        return self.known[choice]
 
 
 def strategy_code(name: str) -> tuple[str, Any]:

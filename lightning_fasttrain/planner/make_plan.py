@@ -26,20 +26,22 @@ from lightning_fasttrain.core.modules.fake_mode import FakeMode
 from lightning_fasttrain.memory.fake_step import fake_module
 from lightning_fasttrain.memory.predict_memory import DEVICES, PREDICTED_PRECISIONS
 from lightning_fasttrain.optim import build_optimizer, optimizer_state_bytes
-from lightning_fasttrain.planner.candidates import (
-    Choice,
-    PredictedMemory,
-    SeveralDevices,
-    code_of,
-    find_axes,
-    switch_of,
-)
+from lightning_fasttrain.planner.candidates import Choice, Predictions, code_of, find_axes, switch_of
 from lightning_fasttrain.planner.plan import Plan, Tried
 from lightning_fasttrain.planner.search import Search
 from lightning_fasttrain.planner.timing import Costs, Stopwatch, assume_costs
 from lightning_fasttrain.proof.rehearsal.context import combine, reading_ahead
 from lightning_fasttrain.proof.verification.short_run import copy_module, quietly
 from lightning_fasttrain.proof.verification.verify import as_lightning_module
+from lightning_fasttrain.step_time.machine import Machine, machine_of_device, read_machine
+from lightning_fasttrain.strategy.choose_strategy import (
+    Candidate,
+    Compared,
+    StrategyChoice,
+    compare_strategies,
+    pick_best,
+)
+from lightning_fasttrain.strategy.memory_limits import Limits, gib
 from lightning_fasttrain.technique import Exactness
 from lightning_fasttrain.technique.declarations import Facts, describe_clipping, facts_of_machine
 
@@ -67,6 +69,7 @@ def make_plan(
     steps: PositiveInt = 1000,
     seconds: PositiveFloat | None = None,
     loader: Any = None,
+    machine: str | os.PathLike[str] | Machine | None = None,
     tell: Callable[[str], None] = _ignore,
     **settings: Any,
 ) -> Plan:
@@ -92,12 +95,16 @@ def make_plan(
         precision: the precision to keep; None: "32-true", or the mixed one in which the device multiplies faster, if
             ``keep`` allows it.
         device: ``"cuda"`` or ``"cpu"``; by default that of this machine. For a device that this machine does not have,
-            times are assumed, and only memory is predicted.
+            nothing is measured: times are predicted for ``machine``, or assumed.
         steps: number of steps of the coming run, which share the time of compilation.
         seconds: time limit for measurements; None: 2% of the time that ``steps`` steps take at least, 30 s at most.
-            Where that is too little to measure anything, times are assumed, and only memory is predicted.
+            Where that is too little to measure anything, times are predicted for ``machine``, or assumed.
         loader: the loader of the batches: a few of them are timed, and the notes say how many workers hide that time,
             and how much of them seems to be padding.
+        machine: the device as :func:`~lightning_fasttrain.predict_time` knows it: its name, as ``"H100"``, or what
+            ``fasttrain machine --out FILE`` has written. The gain of each technique is predicted on it; those that
+            cannot be fast are not measured, and the rest are measured in the order of their gain. By default a GPU that
+            is here is known by its data sheet, and a CPU is not.
         tell: called with a line on the current progress.
         settings: Trainer settings for the measured steps, such as ``gradient_clip_val=1.0``.
 
@@ -106,7 +113,7 @@ def make_plan(
 
     Raises:
         TypeError: no model, no loss or no optimizer, or a model that cannot be copied.
-        ValueError: nothing fits, with the shortfall; an unknown word; a limit that is not positive.
+        ValueError: nothing fits, with the shortfall; an unknown word or machine; a limit that is not positive.
         Exception: whatever the plain step raises.
 
     Example:
@@ -135,6 +142,7 @@ def make_plan(
         one_of("precision", precision, PREDICTED_PRECISIONS)
     here = device_here()
     device = here if device is None else one_of("device", device, DEVICES)
+    profile = _find_machine(machine, device, here)
     limit_gib = _limit(memory_gib, device, here)
     if loader is None and isinstance(batch, DataLoader):
         loader = batch
@@ -153,7 +161,7 @@ def make_plan(
     if device == here:
         watch = Stopwatch(plain, batch, {"accelerator": device, **settings})
         measure = watch.measure_peak
-    memory = PredictedMemory(plain, batch, device, axes.parts, usable, measure)
+    predictions = Predictions(plain, batch, device, axes.parts, usable, measure, profile)
     costs, allowed_s = _allow(watch, precision, steps, seconds)
     if allowed_s == 0:
         watch = None
@@ -163,7 +171,7 @@ def make_plan(
         axes.drop("adapter", "states of adapters on several devices are not predicted: plan on one device first")
     search = Search(
         axes,
-        memory,
+        predictions,
         lambda choice, needed: needed <= usable if several is None else several.fits(choice),
         limit_gib,
         watch,
@@ -174,11 +182,11 @@ def make_plan(
     )
     chosen = search.run()
     if watch is None:
-        search.notes.append(_explain_unmeasured(device, here, steps, costs))
+        search.notes.append(_explain_unmeasured(device, here, steps, costs, profile))
     elif loader is not None:
         search.notes += filter(None, [suggest_workers(loader, chosen.ms)])
     search.notes += filter(None, [_describe_padding(chosen, search, batch, loader)])
-    search.notes += _describe_model(plain, memory, keep_class)
+    search.notes += _describe_model(plain, predictions, keep_class)
     strategy = None
     if several is not None:
         strategy = several.choose(chosen.choice)
@@ -199,14 +207,72 @@ def make_plan(
     )
 
 
+class SeveralDevices:
+    """Predicts the memory of choices under each strategy.
+
+    Args:
+        module: the model.
+        batch: the batch of one device.
+        devices: total number of devices.
+        nodes: number of machines.
+        usable: usable bytes of each device.
+        device: type of the devices.
+    """
+
+    def __init__(
+        self, module: L.LightningModule, batch: object, devices: int, nodes: int, usable: float, device: str
+    ) -> None:
+        self.module, self.batch, self.device = module, batch, device
+        self.devices, self.nodes, self.usable = devices, nodes, usable
+        self.known: dict[Choice, Compared] = {}
+
+    def fits(self, choice: Choice) -> bool:
+        """Return whether a choice of techniques and precision fits under any strategy."""
+        return bool(self._fitting(choice))
+
+    def choose(self, choice: Choice) -> StrategyChoice:
+        """Return the strategy that fits and moves the fewest bytes in a step."""
+        compared, usable = self._compare(choice), int(self.usable)
+        best = pick_best(self._fitting(choice))
+        assert best is not None  # as the search has asked whether it fits
+        why = f"{best.name} fits with {gib(best.device_bytes)} GiB of {gib(usable)} GiB and moves the fewest bytes."
+        shape = (self.devices, self.nodes, choice.precision, usable)
+        return StrategyChoice(best.name, compared.candidates, why, *shape, compared.sizes, compared.left_out)
+
+    def _fitting(self, choice: Choice) -> list[Candidate]:
+        fitting = []
+        for one in self._compare(choice).candidates:
+            # ZeRO counts micro-batches by itself.
+            joins = choice.parts == 1 or not one.name.startswith("zero")
+            if joins and one.fits and not one.rounds:
+                fitting.append(one)
+        return fitting
+
+    def _compare(self, choice: Choice) -> Compared:
+        # Compiled blocks count as eager ones, which take more.
+        choice = replace(choice, compile="")
+        if choice not in self.known:
+            step = {"techniques": choice.techniques(), "precision": choice.precision, "device": self.device}
+            limits = Limits(int(self.usable), None)
+            with quietly():
+                self.known[choice] = compare_strategies(self.module, self.batch, self.devices, limits, **step)
+        return self.known[choice]
+
+
 def device_here() -> str:
     """Return the type of this machine's device: "cuda" or "cpu"."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _describe_model(plain: L.LightningModule, memory: PredictedMemory, keep: Exactness) -> Iterator[str]:
-    if memory.why_measured:
-        yield f"Memory was measured, since it cannot be predicted: {memory.why_measured}."
+def _find_machine(machine: str | os.PathLike[str] | Machine | None, device: str, here: str) -> Machine | None:
+    if machine is not None:
+        return read_machine(machine)
+    return machine_of_device(torch.device(device)) if device == here == "cuda" else None
+
+
+def _describe_model(plain: L.LightningModule, predictions: Predictions, keep: Exactness) -> Iterator[str]:
+    if predictions.why_measured:
+        yield f"Memory was measured, since it cannot be predicted: {predictions.why_measured}."
     if keep is Exactness.CHANGES_TRAINING:
         yield from filter(None, [suggest_leaner_optimizer(plain)])
 
@@ -233,12 +299,13 @@ def _allow(watch: Stopwatch | None, precision: str | None, steps: int, seconds: 
     return costs, allowed_s
 
 
-def _explain_unmeasured(device: str, here: str, steps: int, costs: Costs) -> str:
+def _explain_unmeasured(device: str, here: str, steps: int, costs: Costs, profile: Machine | None) -> str:
+    how = "assumed" if profile is None else f"predicted for {profile.name}"
     if device != here:
-        return f"There is no {device} here: times are assumed, and nothing was measured."
+        return f"There is no {device} here: times are {how}, and nothing was measured."
     run_s = steps * costs.whole / 1e3
     return (
-        f"Nothing was measured, and times are assumed: {steps:,} steps take about {run_s:,.1f} s, and {_SHARE:.0%} of "
+        f"Nothing was measured, and times are {how}: {steps:,} steps take about {run_s:,.1f} s, and {_SHARE:.0%} of "
         "that is too little to measure. Give seconds=60 to measure anyway."
     )
 
@@ -260,13 +327,13 @@ def _explain(chosen: Tried, search: Search) -> list[str]:
     """Explain each technique of the choice by what a step without it would take."""
     choice, reasons = chosen.choice, []
     for other, name, switched in _one_less(choice, search.axes.precision):
-        needed = search.memory.predict(other)
+        needed = search.predictions.predict(other)
         ms = search.estimate(other)
         now = search.estimate(choice)
         if not search.fits(other, needed):
             reasons.append(f"{name}: without it {needed / GIB:.3f} GiB would not fit.")
         elif ms > now:
-            guess = "" if switched in search.costs.factors or not switched else ", as is assumed"
+            guess = search.costs.describe_source(switched)
             reasons.append(f"{name}: without it a step takes about {ms / now:.2f} times as long{guess}.")
         else:
             saved = (needed - chosen.predicted_bytes) / GIB

@@ -16,7 +16,7 @@ from lightning_fasttrain.core.checks import require
 from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.messages import Report, ReportTable
 from lightning_fasttrain.planner.candidates import Choice, strategy_code
-from lightning_fasttrain.planner.timing import compare_times
+from lightning_fasttrain.planner.timing import Ratio, compare_times
 from lightning_fasttrain.strategy.choose_strategy import StrategyChoice
 from lightning_fasttrain.technique import Technique
 
@@ -208,8 +208,14 @@ def is_slower(step_ms: Sequence[float], fastest_ms: Sequence[float]) -> bool:
     """
     if not step_ms or not fastest_ms:
         return False
-    ratio = compare_times(fastest_ms, step_ms)
+    ratio = _compare_turns(fastest_ms, step_ms)
     return ratio.value > 1 + TELLS and (ratio.low > 1 or ratio.value > 1 + 2 * TELLS)
+
+
+def _compare_turns(base_ms: Sequence[float], other_ms: Sequence[float]) -> Ratio:
+    """Compare the times of the turns in which both were run: what is clearly slower is not run to the end."""
+    turns = min(len(base_ms), len(other_ms))
+    return compare_times(base_ms[:turns], other_ms[:turns])
 
 
 def is_decided(times_ms: list[list[float]]) -> bool:
@@ -221,7 +227,7 @@ def is_decided(times_ms: list[list[float]]) -> bool:
 
 def why_slower(tried: Tried, chosen: Tried) -> str:
     """Explain why ``chosen`` was preferred to ``tried``."""
-    ratio = compare_times(chosen.step_ms, tried.step_ms)
+    ratio = _compare_turns(chosen.step_ms, tried.step_ms)
     slower = f"{ratio.value - 1:+.0%}"
     if ratio.value > 1 + TELLS and (ratio.low > 1 or len(tried.step_ms) == 1):
         return slower

@@ -9,14 +9,15 @@ from dataclasses import replace
 from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.messages import describe_error, explain
 from lightning_fasttrain.micro_batching.padding.trim_search import TrimSearch
-from lightning_fasttrain.planner.candidates import Axes, Budget, Choice, PredictedMemory, switch_of
-from lightning_fasttrain.planner.plan import TELLS, Tried, is_decided, simplest_of_equals_first, why_slower
-from lightning_fasttrain.planner.timing import Costs, Stopwatch, Timed, assume_factor
+from lightning_fasttrain.planner.candidates import Axes, Budget, Choice, Predictions, switch_of
+from lightning_fasttrain.planner.plan import TELLS, Tried, is_decided, is_slower, simplest_of_equals_first, why_slower
+from lightning_fasttrain.planner.timing import Costs, Stopwatch, Switched, Timed
 
 _ROUNDS, _MOST_ROUNDS = 3, 6  # in which finalists are run in turn
 _FINALISTS = 6
 _FIRST = ("precision", "layout", "head", "compile")
 _NEVER_FASTER = 1.08  # assumed cost of what recomputes or moves: where the plain step fits it is not measured
+_SURELY_SLOWER = 1.1  # by prediction: of one model on one machine, two predictions are off in the same direction
 _NEAR = 1.15  # by how much single switches may mislead about several
 
 
@@ -31,7 +32,7 @@ class Search:
 
     Args:
         axes: the possible choices.
-        memory: predicts the peak memory of a choice.
+        predictions: of the peak memory of a choice, and of its time where the machine is known.
         fits: (choice, predicted bytes) → whether a step is within the limit.
         limit_gib: the limit, for messages.
         watch: measures steps; None if nothing is to be measured, or the device is not in this machine.
@@ -44,7 +45,7 @@ class Search:
     def __init__(
         self,
         axes: Axes,
-        memory: PredictedMemory,
+        predictions: Predictions,
         fits: Callable[[Choice, float], bool],
         limit_gib: float,
         watch: Stopwatch | None,
@@ -54,7 +55,7 @@ class Search:
         seconds: float,
         tell: Callable[[str], None],
     ) -> None:
-        self.axes, self.memory, self.fits, self.limit_gib, self.watch = axes, memory, fits, limit_gib, watch
+        self.axes, self.predictions, self.fits, self.limit_gib, self.watch = axes, predictions, fits, limit_gib, watch
         self.steps, self.deadline, self.tell = steps, time.monotonic() + seconds, tell
         self.costs = costs or Costs()
         self.runs_s: list[float] = []
@@ -72,9 +73,12 @@ class Search:
         """
         self._drop_heads_that_cannot_be_fused()
         base = self._find_base()
+        self.plain_fits = base == Choice(precision=self.axes.precision)
+        switches = self._list_switches()
+        self._predict_times(base, switches)
         if self.watch is None:
             return self._take_first(self._find_finalists())
-        self._measure_switches(base)
+        self._measure_switches(base, switches)
         chosen: Tried | None = None
         # A refused choice is no finalist again, so in the end a choice is found or none is left.
         while chosen is None:
@@ -92,15 +96,15 @@ class Search:
         return self.tried.get(choice) or self._describe(choice)
 
     def _describe(self, choice: Choice) -> Tried:
-        return Tried(choice, self.memory.predict(choice), self.estimate(choice))
+        return Tried(choice, self.predictions.predict(choice), self.estimate(choice))
 
     def estimate(self, choice: Choice) -> float:
         """Estimate the time of a step in ms. A budget takes its share of the time of recomputing all blocks."""
         least = self.costs.estimate(choice, self.steps)
         if not choice.has_budget:
             return least
-        low, high = self.memory.most_recomputed(choice), self.memory.least_recomputed(choice)
-        share = (high - self.memory.predict(choice)) / max(high - low, 1.0)
+        low, high = self.predictions.most_recomputed(choice), self.predictions.least_recomputed(choice)
+        share = (high - self.predictions.predict(choice)) / max(high - low, 1.0)
         most = self.costs.estimate(replace(choice, recompute="all"), self.steps)
         return least + share * (most - least)
 
@@ -112,8 +116,8 @@ class Search:
         """Drop fused heads if a prediction fails, as for a layer whose output is not used for a cross-entropy."""
         for word in self.axes.words["head"][1:]:
             choice = Choice(head=str(word), precision=self.axes.precision)
-            self.memory.predict(choice)
-            if why := self.memory.why_failed(choice):
+            self.predictions.predict(choice)
+            if why := self.predictions.why_failed(choice):
                 return self.axes.drop("head", why)
         return None
 
@@ -127,7 +131,7 @@ class Search:
                 # The optimizer would step in the backward of each micro-batch.
                 if choice.gradients == "in backward" and parts > 1:
                     continue
-                needed = self.memory.predict(choice)
+                needed = self.predictions.predict(choice)
                 if self.fits(choice, needed):
                     return choice
                 if needed < least:
@@ -152,8 +156,29 @@ class Search:
                 choice = replace(choice, **{axis: words[-1]})
                 yield choice
 
-    def _measure_switches(self, base: Choice) -> None:
-        self.plain_fits = base == Choice(precision=self.axes.precision)
+    def _list_switches(self) -> list[Switched]:
+        """Return the techniques that may make a step faster or, where it does not fit, leaner."""
+        switches: list[Switched] = []
+        for axis in sorted(self.axes.words, key=lambda axis: _FIRST.index(axis) if axis in _FIRST else len(_FIRST)):
+            for word in self.axes.words[axis][1:]:
+                if not (self.plain_fits and _only_saves_memory(axis, word)):
+                    switches.append((axis, word))
+        return switches
+
+    def _predict_times(self, base: Choice, switches: list[Switched]) -> None:
+        """Predict the time of a step and what each technique makes of it, where the machine is known."""
+        base_ms = self.predictions.predict_ms(base)
+        if base_ms is None:
+            return
+        for axis, word in switches:
+            without = self.predictions.predict_ms(replace(base, **{axis: self.axes.words[axis][0]}))
+            ms = self.predictions.predict_ms(replace(base, **{axis: word}))
+            if ms is not None and without is not None:
+                self.costs.predicted[axis, word] = ms / without
+        if self.watch is None:
+            self.costs.assume(base.parts, base_ms / self.costs.factor(base))
+
+    def _measure_switches(self, base: Choice, switches: list[Switched]) -> None:
         first = self._measure(base, at_all_costs=True)
         # The loss cannot be split, and the reason is noted.
         if first is None and base.parts > 1:
@@ -165,10 +190,8 @@ class Search:
         self.costs.assume(base.parts, ms / self.costs.factor(base))
         self._measure_more_parts(base, ms)
         # What may gain most comes first, since the time may not suffice for all.
-        for axis in sorted(self.axes.words, key=lambda axis: _FIRST.index(axis) if axis in _FIRST else len(_FIRST)):
-            for word in self.axes.words[axis][1:]:
-                if not (self.plain_fits and _only_saves_memory(axis, word)):
-                    self._measure_switch(base, ms, axis, word)
+        for axis, word in sorted(switches, key=lambda switched: self.costs.predicted.get(switched, 1.0)):
+            self._measure_switch(base, ms, axis, word)
         if base.parts == self.axes.parts[-1] > 1:
             self._measure_fewer_parts(base, ms)
 
@@ -189,7 +212,7 @@ class Search:
         for switched in self._yield_leaner():
             for parts in self.axes.parts[:-1]:
                 other = replace(switched, parts=parts, precision=base.precision)
-                if self.fits(other, self.memory.predict(other)):
+                if self.fits(other, self.predictions.predict(other)):
                     timed = self._measure(other)
                     if timed is not None:
                         as_base = timed.ms * self.costs.factor(base) / self.costs.factor(other)
@@ -205,10 +228,14 @@ class Search:
         if getattr(base, axis) == word or isinstance(word, Budget) or (word == "in backward" and base.parts > 1):
             return
         choice = replace(base, **{axis: word})
-        needed = self.memory.predict(choice)
-        if why := self.memory.why_failed(choice):
+        needed = self.predictions.predict(choice)
+        if why := self.predictions.why_failed(choice):
             self._leave_out(axis, word, why)
         if not self.fits(choice, needed):
+            return
+        predicted = self.costs.predicted.get((axis, word), 0.0)
+        if predicted and (predicted > _SURELY_SLOWER or _only_saves_memory(axis, word)):
+            self._note(replace(self._describe(choice), why_not=f"{predicted - 1:+.0%} by prediction"))
             return
         timed = self._measure(choice)
         if timed is not None:
@@ -225,9 +252,9 @@ class Search:
         self.axes.words[axis].remove(word)
 
     def _factor_of(self, base: Choice, axis: str) -> float:
-        """Return the assumed factor of the technique that the base uses on an axis; 1 if it uses none."""
+        """Return the factor of the technique that the base uses on an axis; 1 if it uses none."""
         word = getattr(base, axis)
-        return assume_factor(axis, word) if (axis, word) in base.words else 1.0
+        return self.costs.factor_of(axis, word) if (axis, word) in base.words else 1.0
 
     def _runs_left(self) -> int:
         """Return how many runs there is time for, but for the one that confirms the choice."""
@@ -254,7 +281,7 @@ class Search:
         self.why_padded = trimming.why_not
         if trimming.saved:
             for parts in self.axes.parts[1:]:
-                self.costs.left[parts] = trimming.share_left(self.memory.batch, parts)
+                self.costs.left[parts] = trimming.share_left(self.predictions.batch, parts)
 
     def _time(self, tried: Tried, doing: str, *, peak: bool = False) -> Timed | None:
         """Run steps of a choice; None if they fail, which is noted and excludes it from the finalists."""
@@ -282,15 +309,15 @@ class Search:
         for ms, choice in self._fastest_first():
             if finalists and (ms > finalists[0].estimated_ms * _NEAR or len(finalists) == most):
                 break
-            needed = self.memory.predict(choice)
+            needed = self.predictions.predict(choice)
             if self.fits(choice, needed):
                 # It takes a second each, so only for those that fit by the line.
-                needed = self.memory.predict(choice, exactly=True)
+                needed = self.predictions.predict(choice, exactly=True)
             if self.fits(choice, needed):
                 finalists.append(Tried(choice, needed, ms))
             elif len(self.tried) < 40:  # rows of a table that can still be read
                 known = self.tried.get(choice, Tried(choice, needed, ms))
-                why = self.memory.why_failed(choice) or f"does not fit: {needed / GIB:.3f} GiB"
+                why = self.predictions.why_failed(choice) or f"does not fit: {needed / GIB:.3f} GiB"
                 self._note(replace(known, why_not=why))
         if not finalists:
             why = "what should fit does not run, or takes more when it is measured"
@@ -317,35 +344,12 @@ class Search:
             ms, words, parts, number, is_bound, choice = heapq.heappop(queue)
             if not is_bound:
                 yield ms, choice
-            elif not self.fits(choice, self.memory.least_recomputed(choice)):  # else nothing has to be recomputed
+            elif not self.fits(choice, self.predictions.least_recomputed(choice)):  # else nothing has to be recomputed
                 heapq.heappush(queue, (self.estimate(choice), words, parts, number, False, choice))
 
     def _compare_in_turn(self, finalists: list[Tried]) -> Tried | None:
-        """Return the fastest finalist; None if none of them runs within the limit.
-
-        They are measured in turn, so that other work of the machine affects all of them.
-        """
-        times: dict[Choice, list[float]] = {tried.choice: [] for tried in finalists}
-        if self._runs_left() < len(finalists):
-            # A time of one run each could not tell them apart, so the estimates do.
-            self._note_lateness()
-            times = {finalists[0].choice: []}
-        rounds, round_s = 0, 0.0
-        # The last round says how long another takes: finalists that are compiled take longer than what was measured.
-        while len(times) > 1 and rounds < _MOST_ROUNDS and (not rounds or time.monotonic() + round_s < self.deadline):
-            rounds += 1
-            began = time.monotonic()
-            for tried in finalists:
-                if tried.choice not in times:
-                    continue
-                timed = self._time(tried, "comparing")
-                if timed is None:
-                    del times[tried.choice]
-                else:
-                    times[tried.choice].append(timed.ms)
-            round_s = time.monotonic() - began
-            if rounds >= _ROUNDS and is_decided(list(times.values())):
-                break
+        """Return the fastest finalist; None if none of them runs within the limit."""
+        times = self._time_in_turn(finalists)
         ranked = [replace(t, step_ms=tuple(times[t.choice])) for t in finalists if t.choice in times]
         # The time that compiling takes is not in the steps that were measured, but in the run that is planned.
         share = lambda tried: self.costs.compile_ms / self.steps if tried.choice.compile else 0.0  # noqa: E731
@@ -358,6 +362,36 @@ class Search:
             else:
                 self._note(replace(tried, why_not=why_slower(tried, chosen)))
         return chosen
+
+    def _time_in_turn(self, finalists: list[Tried]) -> dict[Choice, list[float]]:
+        """Return the times of those that run, in turn, so that other work of the machine affects all of them.
+
+        What is clearly slower than the fastest after two turns is not run again.
+        """
+        times: dict[Choice, list[float]] = {tried.choice: [] for tried in finalists}
+        if self._runs_left() < len(finalists):
+            # A time of one run each could not tell them apart, so the estimates do.
+            self._note_lateness()
+            return {finalists[0].choice: []}
+        racing, rounds, round_s = finalists, 0, 0.0
+        # The last round says how long another takes: finalists that are compiled take longer than what was measured.
+        while len(racing) > 1 and rounds < _MOST_ROUNDS and (not rounds or time.monotonic() + round_s < self.deadline):
+            rounds += 1
+            began = time.monotonic()
+            for tried in racing:
+                timed = self._time(tried, "comparing")
+                if timed is None:
+                    del times[tried.choice]
+                else:
+                    times[tried.choice].append(timed.ms)
+            round_s = time.monotonic() - began
+            racing = [tried for tried in racing if tried.choice in times]
+            if rounds > 1 and racing:
+                fastest = min((times[tried.choice] for tried in racing), key=min)
+                racing = [tried for tried in racing if not is_slower(times[tried.choice], fastest)]
+                if rounds >= _ROUNDS and is_decided([times[tried.choice] for tried in racing]):
+                    break
+        return times
 
     def _confirm(self, tried: Tried) -> Tried | None:
         """Measure the peak of one step; None if it fails or does not fit, which is noted."""

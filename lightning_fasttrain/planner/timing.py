@@ -27,6 +27,9 @@ _T = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.20
 _TRIMMED = 5  # one of so many is cut off at each end
 
 
+Switched = tuple[str, str | Budget]  # an axis and its word
+
+
 @dataclass(frozen=True)
 class Ratio:
     """The ratio of two times, and the interval that contains it with a confidence of 95%."""
@@ -157,14 +160,16 @@ class Costs:
     Attributes:
         whole: time of an unsplit batch.
         per_part: time that each micro-batch adds.
-        factors: (axis, word) → factor of a technique on the time of a step.
+        factors: (axis, word) → measured factor of a technique on the time of a step.
+        predicted: the same, as predicted; used where none was measured.
         compile_ms: time of compilation, once per run.
         left: number of micro-batches → share of the tokens that run, if padding is cut off.
     """
 
     whole: float = 1.0
     per_part: float = PER_PART
-    factors: dict[tuple[str, str | Budget], float] = field(default_factory=dict)
+    factors: dict[Switched, float] = field(default_factory=dict)
+    predicted: dict[Switched, float] = field(default_factory=dict)
     compile_ms: float = 0.0
     left: dict[int, float] = field(default_factory=dict)
 
@@ -202,8 +207,21 @@ class Costs:
         """Return the product of the factors of all techniques of a choice."""
         factor = 1.0
         for axis, word in choice.words:
-            factor *= self.factors.get((axis, word), assume_factor(axis, word))
+            factor *= self.factor_of(axis, word)
         return factor
+
+    def factor_of(self, axis: str, word: str | Budget) -> float:
+        """Return the factor of a technique: measured, else predicted, else assumed."""
+        switched = axis, word
+        if switched in self.factors:
+            return self.factors[switched]
+        return self.predicted[switched] if switched in self.predicted else assume_factor(axis, word)
+
+    def describe_source(self, switched: Switched | tuple[()]) -> str:
+        """Return what a sentence about the gain of a technique ends with; "" of one that was measured."""
+        if not switched or switched in self.factors:
+            return ""
+        return ", as is predicted" if switched in self.predicted else ", as is assumed"
 
 
 def assume_costs(module: L.LightningModule, batch: object, device: str, precision: str | None) -> Costs:

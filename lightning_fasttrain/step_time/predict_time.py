@@ -198,15 +198,26 @@ def predict_time(
     if states is not None and states.host:
         _refuse_offload(strategy)
     tf32 = uses_tf32(techniques)
-    steps = [add_collectives(step, recorder.rank) for step in recorder.steps]
-    for step in steps:
-        refuse_unknown_peaks(step, profile, tf32)
-    per_node = devices // nodes
     # Where values that the code reads decide shapes, the longest step.
-    simulated = [(simulate_step(step, profile, per_node, tf32), step) for step in steps]
-    longest, step = max(simulated, key=lambda pair: pair[0].seconds)
-    shortest = min(one.seconds for one, _ in simulated)
+    (longest, step), *others = simulate_recorded(recorder, profile, tf32, devices // nodes)
+    shortest = min([longest.seconds, *(one.seconds for one, _ in others)])
     return _report(longest, shortest, step, memory, profile, recorder, batch, nodes, precision, tf32)
+
+
+def simulate_recorded(
+    recorder: StepRecorder, machine: Machine, tf32: bool, devices_per_node: int = 1
+) -> list[tuple[SimulatedStep, RecordedStep]]:
+    """Return the time of each step that was recorded, with the step, the longest first.
+
+    Raises:
+        ValueError: the machine has no peak of a dtype.
+    """
+    simulated = []
+    for recorded in recorder.steps:
+        step = add_collectives(recorded, recorder.rank)
+        refuse_unknown_peaks(step, machine, tf32)
+        simulated.append((simulate_step(step, machine, devices_per_node, tf32), step))
+    return sorted(simulated, key=lambda pair: -pair[0].seconds)
 
 
 def _report(

@@ -23,7 +23,7 @@ from lightning_fasttrain.planner.candidates import (
     SWITCHES,
     Budget,
     Choice,
-    PredictedMemory,
+    Predictions,
     code_of,
     config_of,
     find_axes,
@@ -179,14 +179,14 @@ def test_bad_input_is_refused_at_once(settings, error):
 
 
 def test_a_line_through_two_predictions_meets_the_others():
-    memory = PredictedMemory(TinyLM(), BATCH, "cpu", [1, 2, 4, 8, 16])
+    memory = Predictions(TinyLM(), BATCH, "cpu", [1, 2, 4, 8, 16])
     choice = Choice(parts=4)
     guessed = memory.predict(choice)
     assert guessed == pytest.approx(memory.predict(choice, exactly=True), rel=0.05)
 
 
 def test_a_budget_keeps_whole_blocks_between_none_and_all():
-    free = PredictedMemory(TinyLM(depth=4), BATCH, "cpu", [1])
+    free = Predictions(TinyLM(depth=4), BATCH, "cpu", [1])
     low, high = free.predict(Choice(recompute="all")), free.predict(Choice())
     for share, kept in ((-0.5, 0), (0.0, 0), (0.3, 1), (0.6, 2), (0.99, 3), (1.0, 4), (2.0, 4)):
         limit = low + (high - low) * share
@@ -227,12 +227,12 @@ def test_the_time_of_compilation_is_that_of_the_first_way():
 def test_a_budget_is_chosen_where_it_is_the_fastest():
     """A batch of one sample has no parts; three of four blocks may be kept, which no other policy does."""
     net, batch = TinyLM(depth=8), lm_batches(1, size=1, length=512)[0]
-    memory = PredictedMemory(net, batch, "cpu", [1])
+    memory = Predictions(net, batch, "cpu", [1])
     half, plain = memory.predict(Choice(recompute="half")), memory.predict(Choice())
     limit = (half + 3 * plain) / 4 / GIB
     axes = find_axes(net, batch, facts_of_machine(), ft.technique.Exactness.EXACT, "32-true", None, limit)
     axes.words |= {"head": [""], "gradients": [""]}
-    memory = PredictedMemory(net, batch, "cpu", [1], limit * GIB)
+    memory = Predictions(net, batch, "cpu", [1], limit * GIB)
     search = Search(
         axes, memory, lambda choice, needed: needed <= limit * GIB, limit, None, steps=1, seconds=1, tell=print
     )

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.planner.candidates import SWITCHES, Axes, Choice, PredictedMemory
+from lightning_fasttrain.planner.candidates import SWITCHES, Axes, Choice, Predictions
 from lightning_fasttrain.planner.make_plan import _describe_padding
 from lightning_fasttrain.planner.search import Search
 from lightning_fasttrain.planner.timing import Costs, Stopwatch, _Watch
@@ -87,11 +87,11 @@ def test_a_plan_states_the_padding_that_its_micro_batches_cut_off(kind, limit, i
     axes = Axes([1, 2, 4], {"precision": ["32-true"]})
     for axis in SWITCHES:
         axes.words[axis] = [""]
-    memory = PredictedMemory(module, batch, "cpu", axes.parts)
-    most = limit * memory.predict(Choice())
+    predictions = Predictions(module, batch, "cpu", axes.parts)
+    most = limit * predictions.predict(Choice())
     watch = Stopwatch(module, batch, {"accelerator": "cpu"}) if is_measured else None
     settings = {"steps": 100, "seconds": 60, "tell": lambda what: None}
-    search = Search(axes, memory, lambda choice, needed: needed <= most, most / 2**30, watch, **settings)
+    search = Search(axes, predictions, lambda choice, needed: needed <= most, most / 2**30, watch, **settings)
     chosen = search.run()
     assert (chosen.choice.parts > 1) == is_measured
     assert _describe_padding(chosen, search, batch, None).startswith(expected)
