@@ -6,7 +6,8 @@ Each script of ``examples/foreign/`` is tuned in a folder of its own. What is ad
 or, where a program cannot change the script, by its own command line, and run in turn with the script as it is: the
 time of a step without its wait for data, the quickest of each turn. A row says whether that is within 10% of what tune
 said. A script ends in an answer if tune prints one and no traceback. With ``--check``, each single technique that tune
-left out is also measured in turn with what it advises: the last column is the most that any of them gains.
+left out is also measured in turn with what it advises: the last column is the most that any of them gains. Rows of
+other scripts in the file that is written are kept.
 """
 
 import argparse
@@ -85,8 +86,10 @@ def tune(script, minutes, *options):
     began = time.monotonic()
     done = subprocess.run([*command, str(script)], capture_output=True, text=True, cwd=script.parent)
     found = {"seconds": time.monotonic() - began, "code": done.returncode, "traceback": "Traceback" in done.stderr}
-    if done.returncode:
-        return {**found, "error": done.stderr.strip().splitlines()[-1]}, None
+    if done.returncode:  # what cannot be applied is said all the same
+        found["error"] = done.stderr.strip().splitlines()[-1]
+    if not done.stdout:
+        return found, None
     said = json.loads(done.stdout)
     said.pop("is_worth_it")
     return found, Advice(**said)
@@ -158,6 +161,8 @@ def check_singles(script, advice):
         tuning = {"memory": "fit", "keep": "tolerance", "seconds": 60.0}
         orders = {RESULT: str(result), ADDED: json.dumps(said), TUNE: json.dumps(tuning)}
         run_script(str(script), [], "tune_foreign:make_check", orders, quiet=True)
+        if not result.exists():  # a loop, which has no Trainer to be taken over
+            return {}
         return json.loads(result.read_text()).get("gains", {})
 
 
@@ -205,14 +210,16 @@ def main():
     # For the processes of the scripts, in which callbacks of this file act.
     path = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))
-    rows = []
+    rows = {}
+    if Path(options.out).exists():
+        rows = {row["script"]: row for row in json.loads(Path(options.out).read_text())["rows"]}
+    command = without_paths(shlex.join(["examples/tune_foreign.py", *sys.argv[1:]]))
     for name in options.scripts.split(","):
-        rows.append(try_script(name, options))
-        print(describe(rows[-1]), flush=True)
         date = datetime.now(UTC).isoformat(timespec="seconds")
-        about = {"hardware": hardware(), "versions": versions(), "date": date}
-        command = without_paths(shlex.join(["examples/tune_foreign.py", *sys.argv[1:]]))
-        write_atomic(options.out, json.dumps({**about, "command": command, "rows": rows}, indent=2))
+        rows[name] = {**try_script(name, options), "date": date, "command": command}
+        print(describe(rows[name]), flush=True)
+        about = {"hardware": hardware(), "versions": versions()}
+        write_atomic(options.out, json.dumps({**about, "rows": list(rows.values())}, indent=2))
 
 
 if __name__ == "__main__":

@@ -87,6 +87,11 @@ MISTAKES = {
     "ft.FusedLossHead(backend='cuda')": ("backend='cuda'", "'auto'"),
     "ft.FusedLossHead(z_loss='1e-4')": ("z_loss='1e-4'", "without quotes: 1.0e-4"),
     "ft.FusedLossHead(head=nn.Linear)": ("head=Linear", "a string"),
+    "ft.loss.linear_cross_entropy(torch.ones(2, 4), torch.ones(9, 4), torch.tensor([1, 9]))": (
+        "a target of 9",
+        "9 rows",
+        "leave the position out with -100",
+    ),
     "ft.loss.Distillation(net, alpha=2)": ("alpha=2", "between 0 and 1"),
     "ft.loss.Distillation(net, temperature=0)": ("temperature=0", "greater than 0"),
     "ft.optim.WeightClipping('0.1')": ("limit='0.1'", "without quotes: 0.1"),

@@ -89,7 +89,8 @@ def linear_cross_entropy(
         The loss: float32, or float64 for float64 inputs; a scalar, or (...) for ``reduction="none"``.
 
     Raises:
-        ValueError: shapes or arguments that do not match, or that the backend does not support.
+        ValueError: shapes or arguments that do not match, or that the backend does not support; targets on the CPU that
+            are no class.
         RuntimeError: a second derivative is requested (in the backward), or a forward-mode one, or ``torch.func``'s.
         ModuleNotFoundError: ``backend="liger"`` without the package.
         MiscompiledError: ``backend="compiled"``, whose first results are compared with those of eager code.
@@ -109,6 +110,7 @@ def linear_cross_entropy(
         backend in float32.
     """
     _check(hidden, weight, targets, bias, class_weights)
+    _refuse_unknown_classes(targets, weight, ignore_index)
     refuse_transforms(_NAME, _WAY_OUT, hidden, weight, bias)
     shard = None
     if isinstance(hidden, DTensor) or isinstance(weight, DTensor):
@@ -155,15 +157,31 @@ def linear_cross_entropy(
     return loss.reshape(shape) if kept is None else loss.new_zeros(shape.numel()).index_copy(0, kept, loss).view(shape)
 
 
+def _is_on_host(targets: Tensor) -> bool:
+    """Whether values can be looked at without a wait for a device."""
+    # No subclass: a fake tensor has no values.
+    return type(targets) is Tensor and targets.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
 def _counted_positions(targets: Tensor, ignore_index: int) -> Tensor | None:
     """Return where targets count, so that others need no logits; None if all do, or if checking would synchronize."""
-    # Includes subclasses: a fake tensor has no values.
-    if type(targets) is not Tensor or targets.device.type != "cpu" or torch.compiler.is_compiling():
+    if not _is_on_host(targets):
         return None
     kept = (targets != ignore_index).nonzero()[:, 0]
     if len(kept) == len(targets):
         return None
     return kept
+
+
+def _refuse_unknown_classes(targets: Tensor, weight: Tensor, ignore_index: int) -> None:
+    if not _is_on_host(targets):
+        return
+    counted = targets[targets != ignore_index]
+    for target in map(int, counted.aminmax() if counted.numel() else ()):
+        if not 0 <= target < len(weight):
+            why = f"weight has {len(weight):,} rows, one for each class from 0"
+            way_out = f"Give it a row for each token of the tokenizer, or leave the position out with {ignore_index}"
+            raise ValueError(explain(f"a target of {target}", why, way_out))
 
 
 def _sum_class_weights(losses: Tensor, counted: Tensor, targets: Tensor, class_weights: Tensor) -> Tensor:

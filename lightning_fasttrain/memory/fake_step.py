@@ -193,21 +193,30 @@ Forward = Callable[[Any], Any]
 
 
 def step_as_trainer(
-    trace: AllocationTrace, forward: Forward, batch: object, optimizer: Optimizer, planned: PredictedStep
+    trace: AllocationTrace,
+    forward: Forward,
+    batch: object,
+    optimizer: Optimizer,
+    planned: PredictedStep,
+    *,
+    warms_up: bool = False,
 ) -> None:
-    """Run one optimizer step, in the order of the Trainer or, with several micro-batches, of our accumulation."""
+    """Run one optimizer step, in the order of the Trainer or, with several micro-batches, of our accumulation.
+
+    Of several, two are run, since gradients exist from the second on and later ones need no more; one of a step that
+    ``warms_up``, which only leaves what the next step finds.
+    """
     parts = list(planned.split(batch))
     trace.micro_batches = len(parts) * planned.window
-    # Gradients exist from the second micro-batch on, so later ones need no more.
-    parts = (parts * min(planned.window, 2))[:2]
     trace.phase = "forward"
-    if len(parts) == 1:
+    if trace.micro_batches == 1:
         output = forward(batch)
         optimizer.zero_grad()
         trace.phase = "backward"
         _backward(loss_of(output))
     else:
         output = None
+        parts = (parts * 2)[warms_up:2]
         optimizer.zero_grad()
         with sum_gradients_in_float32(parameters_of(optimizer)):
             for number, part in enumerate(parts, start=1):

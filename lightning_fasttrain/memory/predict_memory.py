@@ -356,13 +356,13 @@ def _trace_steps(trace: AllocationTrace, step: _Step, ranks: Sequence[OneRank]) 
             undo.enter_context(lend_optimizers(net, trace, steppers, schedulers, planned))
             steps_itself = True
         since = 0
-        for _ in range(2):
+        for warms_up in (True, False):
             since = trace.now
             step.recorder.begin_step()
             if steps_itself:
                 step_by_itself(trace, forward, data, steppers, planned)
             else:
-                step_as_trainer(trace, forward, data, steppers[0], planned)
+                step_as_trainer(trace, forward, data, steppers[0], planned, warms_up=warms_up)
             _mark_state(trace, net, steppers)
     return since
 

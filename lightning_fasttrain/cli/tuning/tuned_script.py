@@ -135,7 +135,8 @@ class TuneAndEnd(RehearseAndEnd):
         except Exception as error:
             end_script(True, {"ok": False, "error": f"the step fails on a copy of the model: {describe_error(error)}"})
         if ranks > 1:
-            advice.notes.append(f"Measured on one of {ranks} ranks alone, without the exchange of gradients.")
+            alone = f"Measured on one of {ranks} ranks alone, without the exchange of gradients"
+            advice.notes.append(f"{alone}: together they gain less.")
         end_script(True, {"ok": True, "advice": asdict(advice)})
 
     def _advise(self, trainer: L.Trainer, pl_module: L.LightningModule, tuning: Tuning) -> Advice:
