@@ -14,10 +14,12 @@ from lightning_fasttrain.planner.plan import TELLS, Tried, is_decided, is_slower
 from lightning_fasttrain.planner.timing import Costs, Stopwatch, Switched, Timed
 
 _ROUNDS, _MOST_ROUNDS = 3, 6  # in which finalists are run in turn
-_FINALISTS = 6
+_FINALISTS, _CONSIDERED = 6, 3  # how many are run in turn; times as many are predicted, where the machine is known
+_ALIKE = 1.1  # of those, by prediction: what is further from the fastest is not run
 _FIRST = ("precision", "layout", "head", "compile")
 _NEVER_FASTER = 1.08  # assumed cost of what recomputes or moves: where the plain step fits it is not measured
 _SURELY_SLOWER = 1.1  # by prediction: of one model on one machine, two predictions are off in the same direction
+_CONTRADICTS = 0.15  # a measured factor that is so far from the predicted one, which may be noise: it is measured again
 _NEAR = 1.15  # by how much single switches may mislead about several
 
 
@@ -62,6 +64,7 @@ class Search:
         self.tried: dict[Choice, Tried] = {}
         self.refused: set[Choice] = set()  # by a run, whatever was predicted
         self.notes: list[str] = []
+        self.measured_base: tuple[Choice, float] | None = None
         self.plain_fits = False  # so that techniques which only save memory are of no use
         self.why_padded = ""  # why padding cannot be cut off
 
@@ -103,10 +106,13 @@ class Search:
         least = self.costs.estimate(choice, self.steps)
         if not choice.has_budget:
             return least
-        low, high = self.predictions.most_recomputed(choice), self.predictions.least_recomputed(choice)
-        share = (high - self.predictions.predict(choice)) / max(high - low, 1.0)
         most = self.costs.estimate(replace(choice, recompute="all"), self.steps)
-        return least + share * (most - least)
+        return least + self._share_recomputed(choice) * (most - least)
+
+    def _share_recomputed(self, choice: Choice) -> float:
+        """Return the share of the blocks that a budget has to recompute."""
+        low, high = self.predictions.most_recomputed(choice), self.predictions.least_recomputed(choice)
+        return (high - self.predictions.predict(choice)) / max(high - low, 1.0)
 
     def _note(self, tried: Tried) -> Tried:
         self.tried[tried.choice] = tried
@@ -186,6 +192,7 @@ class Search:
         if first is None:
             raise ValueError(explain(f"the plain step ({base})", "it fails", self.tried[base].why_not))
         ms = first.ms
+        self.measured_base = base, ms
         # An assumed cost, for models whose batches are never measured in more micro-batches.
         self.costs.assume(base.parts, ms / self.costs.factor(base))
         self._measure_more_parts(base, ms)
@@ -240,6 +247,9 @@ class Search:
         timed = self._measure(choice)
         if timed is not None:
             factor = timed.ms / ms * self._factor_of(base, axis)
+            if predicted and abs(factor / predicted - 1) > _CONTRADICTS:
+                again = self._measure(choice)
+                factor *= min(1.0, again.ms / timed.ms) if again is not None else 1.0
             if axis == "compile":
                 self.costs.note_compilation(timed)
             # A difference within the noise counts as none, or noise would multiply over several techniques.
@@ -306,6 +316,8 @@ class Search:
         """Return the fastest choices that fit, by estimate, as long as they may turn out to be the fastest."""
         finalists: list[Tried] = []
         most = _FINALISTS if time.monotonic() < self.deadline else 1  # without time there is nothing to compare
+        if self.predictions.machine is not None:
+            most *= _CONSIDERED
         for ms, choice in self._fastest_first():
             if finalists and (ms > finalists[0].estimated_ms * _NEAR or len(finalists) == most):
                 break
@@ -322,7 +334,42 @@ class Search:
         if not finalists:
             why = "what should fit does not run, or takes more when it is measured"
             raise ValueError(explain(f"memory_gib={self.limit_gib:.4g}", why, "Give more memory, or a smaller batch"))
-        return finalists
+        return self._rank_by_prediction(finalists)
+
+    def _rank_by_prediction(self, finalists: list[Tried]) -> list[Tried]:
+        """Return those that are nearly the fastest by the time of all their techniques together, where it is known."""
+        if self.predictions.machine is None:
+            return finalists
+        ranked = []
+        for tried in finalists:
+            ms = self._estimate_together(tried.choice)
+            ranked.append(tried if ms is None else replace(tried, estimated_ms=ms))
+        ranked.sort(key=lambda tried: tried.estimated_ms)
+        kept = [tried for tried in ranked if tried.estimated_ms <= ranked[0].estimated_ms * _ALIKE]
+        for tried in ranked[len(kept) :]:
+            self._note(replace(tried, why_not=f"{tried.estimated_ms / ranked[0].estimated_ms - 1:+.0%} by prediction"))
+        return kept[:_FINALISTS]
+
+    def _estimate_together(self, choice: Choice) -> float | None:
+        """Return the predicted time of a choice, corrected by what was measured of the base and of each technique."""
+        base, base_ms = self.measured_base or (Choice(precision=self.axes.precision), None)
+        as_base, ms = self.predictions.predict_ms(base), self._predict_ms(choice)
+        if as_base is None or ms is None:
+            return None
+        if base_ms is not None:
+            ms *= base_ms / as_base
+        for switched in set(choice.words) - set(base.words):
+            if switched in self.costs.factors and switched in self.costs.predicted:
+                ms *= self.costs.factors[switched] / self.costs.predicted[switched]
+        return ms + (self.costs.compile_ms / self.steps if choice.compile else 0.0)
+
+    def _predict_ms(self, choice: Choice) -> float | None:
+        """Return the predicted time of a choice, also of one with a budget."""
+        if not choice.has_budget:
+            return self.predictions.predict_ms(choice)
+        least = self.predictions.predict_ms(replace(choice, recompute=""))
+        most = self.predictions.predict_ms(replace(choice, recompute="all"))
+        return None if least is None or most is None else least + self._share_recomputed(choice) * (most - least)
 
     def _saves_for_nothing(self, choice: Choice) -> bool:
         return self.plain_fits and any(_only_saves_memory(axis, word) for axis, word in choice.words)
