@@ -14,7 +14,7 @@ from lightning_fasttrain.planner.plan import TELLS, Tried, is_decided, is_slower
 from lightning_fasttrain.planner.timing import Costs, Stopwatch, Switched, Timed
 
 _ROUNDS, _MOST_ROUNDS = 3, 6  # in which finalists are run in turn
-_FINALISTS, _CONSIDERED = 6, 3  # how many are run in turn; times as many are predicted, where the machine is known
+_FINALISTS, _CONSIDERED = 6, 2  # how many are run in turn; times as many are predicted, where the machine is known
 _ALIKE = 1.1  # of those, by prediction: what is further from the fastest is not run
 _FIRST = ("precision", "layout", "head", "compile")
 _NEVER_FASTER = 1.08  # assumed cost of what recomputes or moves: where the plain step fits it is not measured
@@ -64,7 +64,7 @@ class Search:
         self.tried: dict[Choice, Tried] = {}
         self.refused: set[Choice] = set()  # by a run, whatever was predicted
         self.notes: list[str] = []
-        self.measured_base: tuple[Choice, float] | None = None
+        self.measured_base: tuple[Choice, float] | None = None  # with its ms
         self.plain_fits = False  # so that techniques which only save memory are of no use
         self.why_padded = ""  # why padding cannot be cut off
 
@@ -357,7 +357,8 @@ class Search:
         if as_base is None or ms is None:
             return None
         if base_ms is not None:
-            ms *= base_ms / as_base
+            left = self.costs.share_of(choice.parts) / self.costs.share_of(base.parts)  # without padding
+            ms *= left * base_ms / as_base
         for switched in set(choice.words) - set(base.words):
             if switched in self.costs.factors and switched in self.costs.predicted:
                 ms *= self.costs.factors[switched] / self.costs.predicted[switched]
