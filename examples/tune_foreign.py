@@ -32,6 +32,7 @@ from lightning_fasttrain.cli.rehearsal.run_script import RESULT, end_process, ru
 from lightning_fasttrain.cli.tuning.tune import TUNE, Advice
 from lightning_fasttrain.cli.tuning.tuned_script import TuneAndEnd
 from lightning_fasttrain.core.atomic_write import write_atomic
+from lightning_fasttrain.core.batch.leaves import batch_size
 from lightning_fasttrain.core.device import hardware, versions
 from lightning_fasttrain.planner.candidates import find_axes
 from lightning_fasttrain.planner.timing import Stopwatch, compare_times
@@ -48,16 +49,19 @@ WARMUP, FEWEST, MOST, SECONDS = 4, 5, 60, 3.0
 
 
 class TimeSteps(L.Callback):
-    """Times steps, without the wait for their batch, and ends the process."""
+    """Times steps, without the wait for their batch, and ends the process. The last batch of an epoch may be smaller."""
 
     def __init__(self):
-        self.times, self.began = [], 0.0
+        self.times, self.began, self.size = [], 0.0, None
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         self.began = time.perf_counter()
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        self.times.append(1e3 * (time.perf_counter() - self.began))
+        took_ms = 1e3 * (time.perf_counter() - self.began)
+        self.size = self.size or batch_size(batch)
+        if batch_size(batch) == self.size:
+            self.times.append(took_ms)
         timed = self.times[WARMUP:]
         # Several ranks end after the same batch.
         enough = trainer.world_size > 1 or sum(timed) > 1e3 * SECONDS or len(timed) >= MOST

@@ -212,6 +212,8 @@ def test_one_screen_says_what_to_change_and_what_it_gains(tmp_path, monkeypatch)
     assert "100 ms/step, peak memory 1.00 GiB" in said
     assert "2.00 times as fast (1.90 to 2.10, in turn)" in said
     assert "256.00 MiB, 4.0 times less" in said
+    waits = describe(advice(costs=[("waiting for data", 50.0), ("attention", 50.0)]), script)
+    assert "2.00 times as fast (1.90 to 2.10, in turn); with the wait for data 1.33" in " ".join(waits.split())
     assert said.endswith("callbacks=[ft.MicroBatching(2), ft.EagerGradientRelease(), ...])")
     line = next(number for number, text in enumerate(SCRIPT.splitlines(), 1) if "L.Trainer(" in text)
     assert f"in line {line} of " in said
@@ -231,6 +233,10 @@ _SLOW = {"gain": (1.0, 0.9, 1.1), "after_bytes": 2**30}
         ({"gain": (1.01, 0.9, 1.1), "after_bytes": 2**30}, "nothing: no technique"),
         ({"gain": (0.8, 0.7, 0.9), "after_bytes": 2**30}, "nothing: no technique"),
         ({**_SLOW, "costs": [("waiting for data", 80.0), ("optimizer", 20.0)]}, "your step waits for data 80%"),
+        (  # a step of 1 ms that is twice as fast, after a wait of 99 ms
+            {"gain": (2.0, 1.9, 2.1), "after_bytes": 2**30, "costs": [("waiting for data", 99.0), ("optimizer", 1.0)]},
+            "your step waits for data 99%",
+        ),
         ({**_SLOW, "costs": [("attention", 80.0), ("optimizer", 20.0)]}, "the most goes to attention, 80%"),
         ({"gain": (0.6, 0.5, 0.7)}, "nothing: no technique"),
         ({"gain": (1.5, 0.1, 9.0)}, "nothing: the times vary too much to tell"),

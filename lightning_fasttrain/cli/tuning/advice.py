@@ -57,9 +57,15 @@ class Advice:
     @property
     def is_worth_it(self) -> bool:
         """Whether the steps are the same training, and faster, or in clearly less memory and not slower."""
-        faster = self.gain[0] > 1 + _NOISE and self.gain[1] > 1
+        faster = self.gain_with_wait > 1 + _NOISE and self.gain[1] > 1
         leaner = self.after_bytes < 0.9 * self.before_bytes and self.gain[0] > 1 - _NOISE and self.gain[1] > _SLOWER
         return self.is_same and (faster or leaner)
+
+    @property
+    def gain_with_wait(self) -> float:
+        """How many times as fast steps are together with their wait for data, which stays as it is."""
+        wait = dict(self.costs).get(_WAIT, 0.0) / (sum(ms for _, ms in self.costs) or 1.0)
+        return 1 / (wait + (1 - wait) / self.gain[0])
 
     def list_shares(self) -> list[tuple[str, float]]:
         """Return the largest costs of a step with their shares."""
@@ -103,6 +109,8 @@ def list_facts(advice: Advice) -> list[tuple[str, str]]:
         names = [*([advice.precision] if advice.precision else []), *advice.techniques]
         times = advice.before_bytes / advice.after_bytes
         gained = f", {value:.2f} times as fast ({low:.2f} to {high:.2f}, in turn)" if advice.before_ms else ""
+        if gained and _WAIT in dict(advice.list_shares()):
+            gained += f"; with the wait for data {advice.gain_with_wait:.2f}"
         less = f"{times:.1f} times less" if times > 1.05 else f"×{1 / times:.2f}"
         rows += [
             ("Advised", ", ".join(names)),
