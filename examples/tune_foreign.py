@@ -49,7 +49,7 @@ WARMUP, FEWEST, MOST, SECONDS = 4, 5, 60, 3.0
 
 
 class TimeSteps(L.Callback):
-    """Times steps, without the wait for their batch, and ends the process. The last batch of an epoch may be smaller."""
+    """Times steps of whole batches, without the wait for them, and ends the process."""
 
     def __init__(self):
         self.times, self.began, self.size = [], 0.0, None
