@@ -63,7 +63,7 @@ class Advice:
 
     @property
     def gain_with_wait(self) -> float:
-        """How many times as fast steps are together with their wait for data, which stays as it is."""
+        """The gain of steps with their wait for data, which stays as it is."""
         wait = dict(self.costs).get(_WAIT, 0.0) / (sum(ms for _, ms in self.costs) or 1.0)
         return 1 / (wait + (1 - wait) / self.gain[0])
 
