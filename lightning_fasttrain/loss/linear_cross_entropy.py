@@ -110,8 +110,8 @@ def linear_cross_entropy(
         backend in float32.
     """
     _check(hidden, weight, targets, bias, class_weights)
-    _refuse_unknown_classes(targets, weight, ignore_index)
     refuse_transforms(_NAME, _WAY_OUT, hidden, weight, bias)
+    _refuse_unknown_classes(targets, weight, ignore_index)
     shard = None
     if isinstance(hidden, DTensor) or isinstance(weight, DTensor):
         _refuse_split(hidden, weight, backend)

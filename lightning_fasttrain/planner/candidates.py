@@ -456,12 +456,16 @@ class Predictions:
         return self.known[key]
 
     def predict_ms(self, choice: Choice) -> float | None:
-        """Return the time of a step in ms; None where it cannot be predicted, as with copies to host memory."""
+        """Return the time of a step in ms, from the trace of its memory; None where it cannot be predicted.
+
+        Compiled blocks count as eager ones here too, since a trace of their graphs takes ten times as long.
+        """
         if self.machine is None or self.why_measured or choice.has_budget:
             return None
-        if choice not in self.times_ms:
-            self._predict(choice, exactly=True)
-        return self.times_ms.get(choice)
+        key = replace(choice, compile="")
+        if key not in self.times_ms:
+            self.predict(key, exactly=True)
+        return self.times_ms.get(key)
 
     def why_failed(self, choice: Choice) -> str:
         """Return why the step fails with a choice; "" if it does not."""

@@ -177,6 +177,8 @@ class Search:
         if base_ms is None:
             return
         for axis, word in switches:
+            if axis == "compile":  # predicted as eager
+                continue
             without = self.predictions.predict_ms(replace(base, **{axis: self.axes.words[axis][0]}))
             ms = self.predictions.predict_ms(replace(base, **{axis: word}))
             if ms is not None and without is not None:
@@ -197,7 +199,7 @@ class Search:
         self.costs.assume(base.parts, ms / self.costs.factor(base))
         self._measure_more_parts(base, ms)
         # What may gain most comes first, since the time may not suffice for all.
-        for axis, word in sorted(switches, key=lambda switched: self.costs.predicted.get(switched, 1.0)):
+        for axis, word in sorted(switches, key=lambda switched: self.costs.factor_of(*switched)):
             self._measure_switch(base, ms, axis, word)
         if base.parts == self.axes.parts[-1] > 1:
             self._measure_fewer_parts(base, ms)
@@ -347,7 +349,8 @@ class Search:
         ranked.sort(key=lambda tried: tried.estimated_ms)
         kept = [tried for tried in ranked if tried.estimated_ms <= ranked[0].estimated_ms * _ALIKE]
         for tried in ranked[len(kept) :]:
-            self._note(replace(tried, why_not=f"{tried.estimated_ms / ranked[0].estimated_ms - 1:+.0%} by prediction"))
+            why = f"{tried.estimated_ms / ranked[0].estimated_ms - 1:+.0%} by prediction"
+            self._note(replace(self.tried.get(tried.choice, tried), why_not=why))
         return kept[:_FINALISTS]
 
     def _estimate_together(self, choice: Choice) -> float | None:
@@ -360,7 +363,9 @@ class Search:
             left = self.costs.share_of(choice.parts) / self.costs.share_of(base.parts)  # without padding
             ms *= left * base_ms / as_base
         for switched in set(choice.words) - set(base.words):
-            if switched in self.costs.factors and switched in self.costs.predicted:
+            if switched[0] == "compile":
+                ms *= self.costs.factor_of(*switched)
+            elif switched in self.costs.factors and switched in self.costs.predicted:
                 ms *= self.costs.factors[switched] / self.costs.predicted[switched]
         return ms + (self.costs.compile_ms / self.steps if choice.compile else 0.0)
 

@@ -31,7 +31,6 @@ CHOICES = [
     Choice(precision="bf16-mixed"),
     Choice(recompute="all", head="fused"),
     Choice(parts=4),
-    Choice(compile="blocks"),
 ]
 
 
@@ -45,6 +44,8 @@ def test_a_time_is_what_predict_time_says_and_memory_is_the_same(choice, machine
     expected = ft.predict_time(TwoBlocks(), BATCH, **step)
     assert predictions.predict_ms(choice) == pytest.approx(1e3 * expected.seconds)
     unknown = Predictions(TwoBlocks(), BATCH, device, [1, 2, 4, 8])
+    assert choice in predictions.known  # of the same trace
+    assert predictions.predict_ms(replace(choice, compile="blocks")) == predictions.predict_ms(choice)
     assert predictions.predict(choice) == unknown.predict(choice)
     assert unknown.predict_ms(choice) is None
 
@@ -81,7 +82,7 @@ class KnownTimes(Predictions):
     """Predicts what the machine really takes, times a constant: a profile is wrong about a model as a whole."""
 
     def predict_ms(self, choice):
-        return None if self.machine is None or choice.has_budget else 3 * ms_of(choice)
+        return None if self.machine is None or choice.has_budget else 3 * ms_of(replace(choice, compile=""))
 
 
 class KnownMachine(Stopwatch):
@@ -109,7 +110,7 @@ def search(share, machine):
     axes = find_axes(module, BATCH, facts_of_machine(), ft.technique.Exactness.TOLERANCE, None, "bf16-mixed")
     axes.parts = [1, 2, 4]
     watch = KnownMachine(predictions)
-    settings = {"steps": 1000, "seconds": 30.0, "tell": lambda what: None, "costs": Costs(whole=100.0)}
+    settings = {"steps": 1000, "seconds": 600.0, "tell": lambda what: None, "costs": Costs(whole=100.0)}
     found = Search(axes, predictions, lambda choice, needed: needed <= limit, limit / GIB, watch, **settings)
     return found.run(), watch.runs, found
 
@@ -165,18 +166,18 @@ def test_techniques_are_judged_together_where_one_alone_misleads(monkeypatch):
 
 def test_a_time_that_contradicts_its_prediction_is_measured_again():
     class Disturbed(KnownMachine):
-        """Other work doubles the time of the first run of compiled blocks."""
+        """Other work doubles the time of the first run in bf16."""
 
         def time(self, choice, *, peak=False):
             timed = super().time(choice, peak=peak)
-            is_first = self.runs.count(choice) == 1 and choice == Choice(compile="blocks")
+            is_first = self.runs.count(choice) == 1 and choice == Choice(precision="bf16-mixed")
             return Timed([timed.ms * 2], timed.first_ms) if is_first else timed
 
     _, _, found = search(1.1, HOST)
     found.watch, found.costs.factors = Disturbed(found.predictions), {}
-    found._measure_switch(Choice(), 101.0, "compile", "blocks")
-    assert found.watch.runs == [Choice(compile="blocks")] * 2
-    assert found.costs.factors["compile", "blocks"] == pytest.approx(0.7)
+    found._measure_switch(Choice(), 101.0, "precision", "bf16-mixed")
+    assert found.watch.runs == [Choice(precision="bf16-mixed")] * 2
+    assert found.costs.factors["precision", "bf16-mixed"] == pytest.approx(0.6)
 
 
 def test_in_a_comparison_what_is_clearly_slower_runs_twice():
