@@ -342,7 +342,7 @@ class Search:
         """Return those that are nearly the fastest by the time of all their techniques together, where it is known."""
         if self.predictions.machine is None:
             return finalists
-        ranked = []
+        ranked: list[Tried] = []
         for tried in finalists:
             ms = self._estimate_together(tried.choice)
             ranked.append(tried if ms is None else replace(tried, estimated_ms=ms))
@@ -350,7 +350,8 @@ class Search:
         kept = [tried for tried in ranked if tried.estimated_ms <= ranked[0].estimated_ms * _ALIKE]
         for tried in ranked[len(kept) :]:
             why = f"{tried.estimated_ms / ranked[0].estimated_ms - 1:+.0%} by prediction"
-            self._note(replace(self.tried.get(tried.choice, tried), why_not=why))
+            known = self.tried.get(tried.choice, tried)
+            self._note(replace(known, why_not=why))
         return kept[:_FINALISTS]
 
     def _estimate_together(self, choice: Choice) -> float | None:
