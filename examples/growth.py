@@ -180,7 +180,9 @@ def _verify(depth: int, width: int = WIDTH) -> None:
 
 
 def _train_with_auto(depth: int, width: int = WIDTH) -> None:
-    trainer([ft.Auto(memory_gib=10)]).fit(SizedLM(depth, width), as_loader(lm_batches(2)))
+    with tempfile.TemporaryDirectory(dir=cases.FOLDER) as folder:  # a plan of an earlier turn is not read
+        run = trainer([ft.Auto(memory_gib=10)], default_root_dir=folder)
+        run.fit(SizedLM(depth, width), as_loader(lm_batches(2)))
 
 
 # Name → a function of blocks and width.

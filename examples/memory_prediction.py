@@ -98,9 +98,8 @@ def predict(specimen, device, way):
     )
 
 
-def measure(specimen, device, way):
-    """The peak of the third step, in bytes: of what was in use, and on CUDA of what the allocator had reserved."""
-    before = empty_cache(device)
+def make_step(specimen, device, way):
+    """A training's step as a function, with what of it is in memory."""
     module, batch = specimen.module().to(device), move_data_to_device(specimen.batch(), device)
     if way.checkpointing:
         ft.checkpoint_activations_(module)
@@ -125,9 +124,16 @@ def measure(specimen, device, way):
         if way.releases:
             ft.optim.release_gradients_(module.parameters())
 
+    return step, (module, optimizer, batch)
+
+
+def measure(specimen, device, way):
+    """The peak of the third step, in bytes: of what was in use, and on CUDA of what the allocator had reserved."""
+    before = empty_cache(device)
+    step, held = make_step(specimen, device, way)
     step()
     step()
-    with ft.profiling.PeakMemory(device, module, optimizer, batch) as peak:
+    with ft.profiling.PeakMemory(device, *held) as peak:
         step()
     reserved = torch.cuda.max_memory_reserved() if device == "cuda" else 0
     return peak.peak_bytes - before, reserved
