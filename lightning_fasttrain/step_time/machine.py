@@ -18,12 +18,14 @@ from lightning_fasttrain.core.checks import (
     PositiveShare,
     Share,
     check_arguments,
+    one_of,
 )
 from lightning_fasttrain.core.messages import Report, ReportTable, explain
 from lightning_fasttrain.core.safe_load import read_json
 from lightning_fasttrain.step_time.accelerators import ACCELERATORS, Accelerator, find_accelerator, find_device
 
 TF32 = "tf32"
+BY_DTYPE = ("product_half_size", "attention_share", "attention_backward_share")
 
 
 @check_arguments
@@ -60,6 +62,12 @@ class Machine(Report):
         attention_backward_share: the same in the backward.
         gb_per_s: memory bandwidth, in 1e9 bytes/s.
         bandwidth_share: the share of it that element-wise kernels reach.
+        cache_mib: as much of what an element-wise kernel moves is in a cache, in MiB; 0 where that is not measured.
+        cached_gb_per_s: what element-wise kernels reach there, in 1e9 bytes/s.
+        by_dtype: dtype → values of ``product_half_size``, ``attention_share`` and ``attention_backward_share`` that
+            differ in it.
+        transcendental_ns: the least time of an element in kernels with an exponential, a logarithm or the like, in ns.
+        random_ns: the same in kernels that draw random numbers; 0 where these and those are bound by memory.
         kernel_us: the least time of a kernel on the device, in µs.
         host_us: what the host needs to start a kernel, in µs.
         inside: link between devices of one node.
@@ -71,9 +79,11 @@ class Machine(Report):
         error: mean relative error of predictions, where it is known.
         error_90: the relative error that 90% of predictions stay below, where it is known.
         runs_ahead: whether the host starts kernels before earlier ones are done, as with a GPU.
+        update_us: what the host needs for a kernel of the optimizer where it does not run ahead; None: ``host_us``.
 
     Raises:
-        ValueError: ``peak_flops`` and ``product_share`` are empty, or have different keys.
+        ValueError: ``peak_flops`` and ``product_share`` are empty, or have different keys; an unknown name in
+            ``by_dtype``.
 
     Example:
         >>> machine = read_machine("A100")
@@ -100,12 +110,29 @@ class Machine(Report):
     error: NonNegativeFloat | None = None
     error_90: NonNegativeFloat | None = None
     runs_ahead: bool = field(default=True)
+    update_us: NonNegativeFloat | None = None
+    cache_mib: NonNegativeFloat = 0.0
+    cached_gb_per_s: PositiveFloat = 1.0
+    by_dtype: Mapping[str, Mapping[str, NonNegativeFloat]] = field(default_factory=dict)
+    transcendental_ns: NonNegativeFloat = 0.0
+    random_ns: NonNegativeFloat = 0.0
 
     def __post_init__(self) -> None:
         if not self.peak_flops or set(self.peak_flops) != set(self.product_share):
             what = f"peak_flops of {_list(self.peak_flops)} and product_share of {_list(self.product_share)}"
             way_out = 'Name the same dtypes in both, as "bfloat16" and "float32"'
             raise ValueError(explain(what, "each precision has a peak and a share of it", way_out))
+        for name in (name for values in self.by_dtype.values() for name in values):
+            one_of("by_dtype", name, BY_DTYPE)
+
+    def of_dtype(self, dtype: str, name: str) -> float:
+        """Return one of the values that may differ in a dtype.
+
+        Example:
+            >>> read_machine("A100").of_dtype("float32", "attention_share")
+            0.4
+        """
+        return self.by_dtype.get(dtype, {}).get(name, getattr(self, name))
 
     def as_table(self) -> ReportTable:
         """Build the table of what is reached."""
@@ -117,6 +144,9 @@ class Machine(Report):
         table.add("attention, of the peak", "", f"{self.attention_share:.0%}")
         table.add("backward of attention", "", f"{self.attention_backward_share:.0%}")
         table.add("memory, GB/s", f"{self.gb_per_s:.4g}", f"{self.bandwidth_share:.0%}")
+        if self.cache_mib:
+            share = self.cached_gb_per_s / self.gb_per_s
+            table.add(f"of {self.cache_mib:.3g} MiB in a cache", f"{self.gb_per_s:.4g}", f"{share:.0%}")
         table.add("host, µs for a kernel", "", f"{self.host_us:.3g}")
         for where, link in (("in a node", self.inside), ("between nodes", self.between)):
             table.add(f"link {where}, GB/s", f"{link.gb_per_s:.4g}", f"{link.share:.0%}")

@@ -1,7 +1,10 @@
 """Measure the machine at hand: products, attention, element-wise kernels, the host, and links between its ranks."""
 
 import functools
+import itertools
+import math
 import os
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,12 +20,13 @@ from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.device import hardware, time_ms
 from lightning_fasttrain.memory.predict_memory import predict_strategies
 from lightning_fasttrain.step_time.accelerators import ACCELERATORS
-from lightning_fasttrain.step_time.machine import TF32, USUAL, Link, Machine, machine_of
+from lightning_fasttrain.step_time.machine import BY_DTYPE, TF32, USUAL, Link, Machine, machine_of
 from lightning_fasttrain.step_time.record_step import StepRecorder
 from lightning_fasttrain.step_time.simulate_step import Timeline
 
 _SECONDS_EACH = 0.4  # of one measurement, about
 _BYTES = {"cpu": 2**26, "cuda": 2**29}  # of the tensors that element-wise kernels read
+_CACHED_BYTES = tuple(2**power for power in (18, 20, 22, 24))  # of those that may be in a CPU's cache
 _SIDES = {"cpu": (128, 256, 512, 1024), "cuda": (512, 1024, 2048, 4096, 8192)}
 _UNKNOWN_LINK = Link(1, 100, 1.0)  # gloo on one machine is of this order
 
@@ -82,18 +86,23 @@ def _measure(device: torch.device) -> Machine:
     on_cuda = device.type == "cuda"
     name = str(hardware()["gpu"] if on_cuda else hardware()["cpu"])
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-    peaks, halves = {}, {}
+    peaks: dict[str, float] = {}
+    by_dtype: dict[str, dict[str, float]] = {}
     for word, dtype in dtypes.items():
-        peaks[word], halves[word] = _measure_products(device, dtype)
+        peaks[word], half = _measure_products(device, dtype)
+        shares = [min(rate / peaks[word], 1.0) for rate in _measure_attention(device, dtype)]
+        by_dtype[word] = dict(zip(BY_DTYPE, (half, *shares), strict=True))
     if on_cuda:
         peaks["float16"] = _measure_products(device, torch.float16)[0]
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("high")
         peaks[TF32] = _measure_products(device, torch.float32)[0]
         torch.set_float32_matmul_precision(before)
-    usual = "bfloat16" if on_cuda else "float32"
-    copied, reached = _measure_bandwidth(device)
-    attention, backward = _measure_attention(device, dtypes[usual])
+    usual = by_dtype.pop("bfloat16" if on_cuda else "float32")
+    copied = _measure_bandwidth(device)
+    reached = _measure_elementwise(device, _BYTES[device.type])
+    # A GPU computes while it moves; its caches are not measured.
+    bounds = {} if on_cuda else {**_measure_cache(device, reached), **_measure_elements(device)}
     memory = hardware()["gpu_memory_gib"] if on_cuda else hardware()["ram_gib"]
     link, source = _measure_link(device), f"measured here: {name}, torch {torch.__version__}"
     if link is None:
@@ -110,9 +119,7 @@ def _measure(device: torch.device) -> Machine:
         name=name,
         peak_flops=peaks,
         product_share=dict.fromkeys(peaks, 1.0),
-        product_half_size=halves[usual],
-        attention_share=min(attention / peaks[usual], 1.0),
-        attention_backward_share=min(backward / peaks[usual], 1.0),
+        **usual,
         gb_per_s=copied,
         bandwidth_share=min(reached / copied, 1.0),
         host_us=0.0,
@@ -122,18 +129,23 @@ def _measure(device: torch.device) -> Machine:
         memory_gib=memory or 1.0,
         source=source,
         runs_ahead=on_cuda,
+        by_dtype=by_dtype,
         **taken,
+        **bounds,
     )
-    return replace(machine, host_us=_measure_host(device, machine))
+    return replace(machine, **_measure_host(device, machine))
 
 
-def _best_seconds(device: torch.device, run: Callable[[], object]) -> float:
-    """Return the least seconds of ``run``, repeated for a while after a first time that warms up."""
+def _usual_seconds(device: torch.device, run: Callable[[], object]) -> float:
+    """Return the median seconds of ``run``, repeated for a while after a first time that warms up.
+
+    The least would be too good: a step is a sum of kernels of which few are at their best.
+    """
     run()
-    best, until = time_ms(device, run), time.perf_counter() + _SECONDS_EACH
+    taken, until = [time_ms(device, run)], time.perf_counter() + _SECONDS_EACH
     while time.perf_counter() < until:
-        best = min(best, time_ms(device, run))
-    return best / 1e3
+        taken.append(time_ms(device, run))
+    return statistics.median(taken) / 1e3
 
 
 def _draw(device: torch.device, *shape: int, dtype: torch.dtype) -> Tensor:
@@ -142,17 +154,23 @@ def _draw(device: torch.device, *shape: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(*shape, device=device, dtype=dtype, generator=generator)
 
 
+def _draw_many(device: torch.device, *shape: int, dtype: torch.dtype) -> Iterator[Tensor]:
+    """Return tensors in turn, of which no cache holds all: most of what a step reads was not read just before."""
+    count = max(4, _BYTES[device.type] // (math.prod(shape) * dtype.itemsize))
+    return itertools.cycle(_draw(device, count, *shape, dtype=dtype))
+
+
 def _measure_products(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
     """Return the FLOP/s of large products, and the size of those that reach half of it."""
     sides, per_flop = [], []
     for side in _SIDES[device.type]:
-        one = _draw(device, side, side, dtype=dtype)
-        seconds = _best_seconds(device, lambda one=one: torch.mm(one, one))
+        matrices = _draw_many(device, side, side, dtype=dtype)
+        seconds = _usual_seconds(device, lambda matrices=matrices: torch.mm(next(matrices), next(matrices)))
         sides.append(side)
         per_flop.append(seconds / (2 * side**3))
     # Seconds of a FLOP are (1 + half / side) / peak. The fastest size decides the peak, and all decide the half.
     rates, sizes = 1 / numpy.array(per_flop), numpy.array(sides)
-    halves = numpy.linspace(0, sides[1], 65)
+    halves = numpy.linspace(0, 4 * sides[1], 257)
     fastest = int(numpy.argmax(rates))
     peaks = rates[fastest] * (1 + halves / sizes[fastest])
     misses = numpy.log(peaks[:, None] / (1 + halves[:, None] / sizes) / rates)
@@ -161,61 +179,117 @@ def _measure_products(device: torch.device, dtype: torch.dtype) -> tuple[float, 
 
 
 def _measure_attention(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
-    """Return the FLOP/s of causal attention in the forward, and in the backward."""
-    shape = (8, 16, 2048, 64) if device.type == "cuda" else (2, 8, 512, 64)
+    """Return the FLOP/s of attention in the forward and in the backward, on a GPU of causal attention."""
+    shape = (8, 16, 2048, 64) if device.type == "cuda" else (4, 8, 256, 64)
     batch, heads, length, width = shape
     inputs = query, key, value = [_draw(device, *shape, dtype=dtype).requires_grad_() for _ in range(3)]
-    flops = 4 * batch * heads * length**2 * width / 2
-    attend = functools.partial(F.scaled_dot_product_attention, query, key, value, is_causal=True)
-    forward, attended = _best_seconds(device, attend), attend()
+    causal = device.type == "cuda"
+    flops = 4 * batch * heads * length**2 * width / (1 + causal)
+    attend = functools.partial(F.scaled_dot_product_attention, query, key, value, is_causal=causal)
+    forward, attended = _usual_seconds(device, attend), attend()
     gradient = torch.ones_like(attended)
-    backward = _best_seconds(device, lambda: torch.autograd.grad(attended, inputs, gradient, retain_graph=True))
+    backward = _usual_seconds(device, lambda: torch.autograd.grad(attended, inputs, gradient, retain_graph=True))
     return flops / forward, 2.5 * flops / backward
 
 
-def _measure_bandwidth(device: torch.device) -> tuple[float, float]:
-    """Return the 1e9 bytes/s of a copy, and the mean of element-wise kernels."""
-    values = _draw(device, _BYTES[device.type] // 4096, 1024, dtype=torch.float32)
+def _measure_bandwidth(device: torch.device) -> float:
+    """Return the 1e9 bytes/s of a copy."""
+    values = torch.ones(_BYTES[device.type], dtype=torch.uint8, device=device)
     into = torch.empty_like(values)
-    moved = 2 * values.nbytes
-    copied = moved / _best_seconds(device, lambda: into.copy_(values))
-    kernels: list[Callable[[], object]] = [
-        lambda: torch.add(values, 1, out=into),
-        lambda: F.gelu(values),
-        lambda: F.layer_norm(values, (1024,)),
-        lambda: values.to(torch.bfloat16),
+    return 2 * values.nbytes / _usual_seconds(device, lambda: into.copy_(values)) / 1e9
+
+
+def _measure_elementwise(device: torch.device, nbytes: int) -> float:
+    """Return the mean 1e9 bytes/s of element-wise kernels that read so many bytes."""
+    values, moved = _draw_many(device, nbytes // 4096, 1024, dtype=torch.float32), 2 * nbytes
+    kernels: list[tuple[int, Callable[[], object]]] = [
+        (moved, lambda: torch.add(next(values), 1)),
+        (moved, lambda: F.relu(next(values))),
+        (moved, lambda: F.layer_norm(next(values), (1024,))),
+        (moved * 3 // 4, lambda: next(values).to(torch.bfloat16)),
     ]
-    sizes = (moved, moved, moved, moved * 3 // 4)
-    seconds = sum(_best_seconds(device, kernel) for kernel in kernels)
-    return copied / 1e9, sum(sizes) / seconds / 1e9
+    seconds = sum(_usual_seconds(device, kernel) for _, kernel in kernels)
+    return sum(size for size, _ in kernels) / seconds / 1e9
 
 
-def _measure_host(device: torch.device, machine: Machine) -> float:
-    """Return the µs that the host needs for a kernel, by a step of a network whose kernels have hardly any work."""
+def _measure_cache(device: torch.device, reached: float) -> dict[str, float]:
+    """Return the MiB that kernels have in a cache, and what they reach there, by kernels of several sizes."""
+    moved = numpy.array([2.0 * nbytes for nbytes in _CACHED_BYTES])
+    rates = numpy.array([_measure_elementwise(device, nbytes) for nbytes in _CACHED_BYTES])
+    cached, seconds = float(rates.max()), moved / rates
+    sizes = numpy.geomspace(moved[0] / 2, moved[-1], 49)
+    inside = numpy.minimum(moved, sizes[:, None])
+    misses = numpy.log((inside / cached + (moved - inside) / reached) / seconds)
+    best = int(numpy.argmin((misses**2).sum(1)))
+    return {"cache_mib": float(sizes[best]) / 2**20, "cached_gb_per_s": cached} if cached > reached else {}
+
+
+def _measure_elements(device: torch.device) -> dict[str, float]:
+    """Return the ns that an element takes in kernels with an exponential, as a mean, and in those of random numbers."""
+    values = _draw(device, 1024, 1024, dtype=torch.float32)
+    generator = torch.Generator(device).manual_seed(0)
+    kernels: list[Callable[[], object]] = [
+        lambda: torch.tanh(values),
+        lambda: F.gelu(values),
+        lambda: F.log_softmax(values, dim=1),
+    ]
+    computed = sum(_usual_seconds(device, kernel) for kernel in kernels) / len(kernels)
+    drawn = _usual_seconds(device, lambda: torch.empty_like(values).bernoulli_(0.9, generator=generator))
+    return {"transcendental_ns": computed / values.numel() * 1e9, "random_ns": drawn / values.numel() * 1e9}
+
+
+class _SmallBlock(nn.Module):
+    """A block of a transformer, with the views that one has, and hardly any work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm_attention, self.norm_mlp = nn.LayerNorm(16), nn.LayerNorm(16)
+        self.into_heads, self.out_of_heads = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.mlp = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        heads = self.into_heads(self.norm_attention(hidden)).unflatten(-1, (3, 2, 8))
+        query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        hidden = hidden + self.out_of_heads(attended.transpose(1, 2).flatten(2))
+        return hidden + self.mlp(self.norm_mlp(hidden))
+
+
+def _measure_host(device: torch.device, machine: Machine) -> dict[str, float]:
+    """Return the µs that the host needs for a kernel, by a step of a network whose kernels have hardly any work.
+
+    Where it does not run ahead, it needs less for those of the optimizer, which have no graph.
+    """
 
     def build() -> nn.Module:
-        layers = [nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU()) for _ in range(32)]
-        return nn.Sequential(*layers)
+        return nn.Sequential(*[_SmallBlock() for _ in range(8)])
 
     def loss(net: nn.Module, batch: Tensor) -> Tensor:
         return net(batch).mean()
 
-    recorder, batch = StepRecorder(), torch.ones(4, 16)
+    recorder, batch = StepRecorder(), torch.ones(2, 4, 16)
     settings = {"loss": loss, "optimizer": torch.optim.AdamW, "device": device.type, "recorder": recorder}
     predict_strategies(build, batch, [None], **settings)
     net = build().to(device)
     optimizer, batch = torch.optim.AdamW(net.parameters()), batch.to(device)
 
-    def step() -> None:
+    def backward() -> None:
         loss(net, batch).backward()
+
+    def step() -> None:
+        backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    seconds = _best_seconds(device, step)
-    kernels = list(recorder.steps[-1].kernels)
-    if not machine.runs_ahead:
-        seconds -= Timeline(recorder.steps[-1].events, 1).simulate(machine).seconds
-    return max(seconds, 0.0) / len(kernels) * 1e6
+    events = recorder.steps[-1].events
+    update = recorder.steps[-1].update
+    if machine.runs_ahead:
+        return {"host_us": _usual_seconds(device, step) / len(events) * 1e6}
+    found = {}
+    for name, part, run in (("host_us", events[:update], backward), ("update_us", events[update:], optimizer.step)):
+        seconds = _usual_seconds(device, run) - Timeline(part, 1).simulate(machine).seconds
+        found[name] = max(seconds, 0.0) / len(part) * 1e6
+    return found
 
 
 def _measure_link(device: torch.device) -> Link | None:

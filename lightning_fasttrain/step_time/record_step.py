@@ -1,6 +1,7 @@
 """Record what a traced step computes and communicates: its kernels with FLOPs and bytes, and its collectives."""
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -20,6 +21,12 @@ GATHERS, REDUCTIONS, EXCHANGES = "gathers", "reductions", "exchanges"  # streams
 _FREE_NAMESPACES, _COMMUNICATION = ("profiler", "prim"), ("c10d", "_c10d_functional")
 # They allocate or describe a tensor, and run no kernel.
 _FREE = {"detach", "lift_fresh", "_unsafe_view", "set_", "resize_", "_reshape_alias", "is_same_size", "wait_tensor"}
+# Operators whose elements take a CPU longer to compute than to move.
+TRANSCENDENTAL = {"exp", "log", "sin", "cos", "tanh", "erf", "sigmoid", "logsumexp", "softplus", "mish", "elu"}
+TRANSCENDENTAL |= {"silu", "silu_backward", "gelu", "gelu_backward", "_softmax", "_safe_softmax", "_log_softmax"}
+TRANSCENDENTAL |= {"_log_softmax_backward_data", "sqrt", "rsqrt"}
+RANDOM = {"bernoulli", "bernoulli_", "normal_", "uniform_", "exponential_", "rand", "randn", "native_dropout"}
+_CONVOLUTIONS = {"convolution": 0, "convolution_backward": 1}  # → place of the inputs, which the weight follows
 _OVERWRITES = {"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "_foreach_copy_"}
 # Of their first argument they read, or write, as many values as the other side has.
 _GATHERS_ROWS = {"embedding", "index", "index_select", "gather", "nll_loss_forward"}
@@ -42,7 +49,7 @@ class Kernel:
         kind: ``"products"``, ``"attention"``, ``"attention backward"`` or ``"element-wise"``, which is all the rest.
         phase: ``"forward"``, ``"recomputation"``, ``"backward"`` or ``"optimizer step"``.
         module: qualified name of the running module.
-        dtype: of its last tensor, as ``"bfloat16"``.
+        dtype: of its last factor, or of its first tensor, as ``"bfloat16"``.
         flops: multiplications and additions; of causal attention half of the square.
         read: bytes that it reads.
         written: bytes that it writes.
@@ -67,11 +74,31 @@ class Kernel:
 
     @property
     def size(self) -> float:
-        """Geometric mean of the three sizes of a matrix product; 0 of other kernels."""
+        """Geometric mean of the three sizes of a matrix product; 0 of other kernels.
+
+        Of convolutions in groups it is the harmonic mean, since few channels make them slow.
+        """
         if self.kind != PRODUCT:
             return 0.0
-        count = self.shapes[-1][0] if self.op in ("bmm", "baddbmm") else 1
+        count = 1
+        if self.op in ("bmm", "baddbmm"):
+            count = self.shapes[-1][0]
+        elif "_rnn" in self.op:  # one product after the other, for each place of the sequence
+            count = self.shapes[0][0]
+        if self.op in _CONVOLUTIONS:
+            inputs, weight = self.shapes[_CONVOLUTIONS[self.op] :][:2]
+            count = max(inputs[1] // weight[1], 1)
+            if count > 1:
+                channels, window = max(weight[0] // count, 1), math.prod(weight[1:])
+                rows = self.flops / 2 / count / channels / window
+                return 3 / (1 / rows + 1 / channels + 1 / window)
         return (self.flops / 2 / max(count, 1)) ** (1 / 3)
+
+    def count_elements(self, ops: Collection[str]) -> float:
+        """Return how many elements the kernel writes; 0 unless it is one of some operators."""
+        if self.op not in ops or not self.dtype:
+            return 0
+        return self.written / getattr(torch, self.dtype).itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +161,7 @@ class RecordedStep:
 
 
 _CAUSAL = " (causal)"
+_BLOCK_ON_A_CPU = 512  # keys that torch's attention there multiplies at a time
 _READ = torch.ops.aten._local_scalar_dense.default
 
 
@@ -322,9 +350,9 @@ def _describe_kernel(call: Call, result: object, reads: "Moved", writes: "Moved"
     shapes = tuple(tuple(tensor.shape) for tensor in tensors)
     typed = [*tensors, *(tensor for tensor, _ in (*reads, *writes))]
     if kind == PRODUCT:  # with a bias, only the last tensor is a factor for sure
-        typed = tensors[::-1]
+        typed = [tensor for tensor in tensors[::-1] if tensor.is_floating_point()] or tensors[::-1]
     dtype = str(typed[0].dtype).removeprefix("torch.") if typed else ""
-    if kind in (ATTENTION, ATTENTION_BACKWARD) and _is_causal(call):
+    if kind in (ATTENTION, ATTENTION_BACKWARD) and _is_causal(call) and _skips_what_is_masked(name, shapes):
         flops, name = flops // 2, f"{name}{_CAUSAL}"
     return Kernel(name, kind, phase, module, dtype, flops, _total(reads), _total(writes), shapes)
 
@@ -429,6 +457,11 @@ def _count_flops(call: Call, result: object) -> tuple[str, int]:
     if "attention" not in name:
         return PRODUCT, flops
     return (ATTENTION_BACKWARD if "backward" in name else ATTENTION), flops
+
+
+def _skips_what_is_masked(op: str, shapes: Sequence[tuple[int, ...]]) -> bool:
+    """Whether causal attention computes half of the square: on a CPU only what fills blocks of its own is left out."""
+    return "for_cpu" not in op or shapes[-1][-2] > 2 * _BLOCK_ON_A_CPU
 
 
 def _is_causal(call: Call) -> bool:

@@ -12,7 +12,9 @@ from lightning_fasttrain.step_time.record_step import (
     ELEMENTWISE,
     GATHERS,
     PRODUCT,
+    RANDOM,
     REDUCTIONS,
+    TRANSCENDENTAL,
     Collective,
     Event,
     Kernel,
@@ -112,6 +114,8 @@ class Timeline:
         self._flops = numpy.array([kernel.flops for kernel in kernels], dtype=float)
         self._bytes = numpy.array([kernel.read + kernel.written for kernel in kernels], dtype=float)
         self._sizes = numpy.array([kernel.size for kernel in kernels])
+        self._transcendental = numpy.array([kernel.count_elements(TRANSCENDENTAL) for kernel in kernels])
+        self._random = numpy.array([kernel.count_elements(RANDOM) for kernel in kernels])
         rates = [(kernel.kind, self._precision_of(kernel)) for kernel in kernels]
         self._rates = sorted(set(rates))
         place_of = {rate: place for place, rate in enumerate(self._rates)}
@@ -158,8 +162,12 @@ class Timeline:
         rates = numpy.array([_flops_per_s(machine, *rate) for rate in self._rates])
         computing = self._flops / rates[self._rate]
         products = self._sizes > 0
-        computing[products] *= 1 + machine.product_half_size / self._sizes[products]
-        moving = self._bytes / (machine.gb_per_s * 1e9 * machine.bandwidth_share)
+        halves = numpy.array([machine.of_dtype(dtype, "product_half_size") for _, dtype in self._rates])[self._rate]
+        computing[products] *= 1 + halves[products] / self._sizes[products]
+        cached = numpy.minimum(self._bytes, machine.cache_mib * 2**20)
+        moving = (self._bytes - cached) / (machine.gb_per_s * 1e9 * machine.bandwidth_share)
+        moving += cached / (machine.cached_gb_per_s * 1e9)
+        computing += self._transcendental * machine.transcendental_ns * 1e-9 + self._random * machine.random_ns * 1e-9
         return numpy.maximum(numpy.maximum(computing, moving), machine.kernel_us * 1e-6)
 
     def simulate(self, machine: Machine) -> SimulatedStep:
@@ -167,7 +175,9 @@ class Timeline:
         seconds = self.kernel_seconds(machine)
         host_s = machine.host_us * 1e-6
         if not machine.runs_ahead:
-            seconds = seconds + host_s
+            update_us = machine.host_us if machine.update_us is None else machine.update_us
+            is_update = self._kind == _COMPUTED.index("optimizer")
+            seconds = seconds + numpy.where(is_update, update_us, machine.host_us) * 1e-6
         done = numpy.concatenate([[0.0], numpy.cumsum(seconds)])
         computed = numpy.bincount(self._kind, seconds, len(KINDS))
         by_kind: dict[str, float] = dict(zip(KINDS, computed.tolist(), strict=True))
@@ -191,7 +201,7 @@ def _flops_per_s(machine: Machine, kind: str, precision: str) -> float:
     peak = machine.peak_flops[precision]
     if kind == PRODUCT:
         return peak * machine.product_share[precision]
-    return peak * (machine.attention_share if kind == ATTENTION else machine.attention_backward_share)
+    return peak * machine.of_dtype(precision, "attention_share" if kind == ATTENTION else "attention_backward_share")
 
 
 class _Streams:

@@ -15,6 +15,8 @@ def quick(monkeypatch):
     monkeypatch.setattr(module, "_SECONDS_EACH", 0.0)
     monkeypatch.setattr(module, "_BYTES", {"cpu": 2**20})
     monkeypatch.setattr(module, "_SIDES", {"cpu": (64, 128, 256)})
+    monkeypatch.setattr(module, "_CACHED_BYTES", (2**16, 2**18))
+    return module
 
 
 def test_this_machine_is_measured_and_read_again(quick, tmp_path):
@@ -31,3 +33,19 @@ def test_this_machine_is_measured_and_read_again(quick, tmp_path):
 def test_a_device_that_is_not_here_is_refused():
     with pytest.raises(ValueError, match="device='tpu': expected 'cpu', or 'cuda' where there is a GPU"):
         measure_machine("tpu")
+
+
+@pytest.mark.parametrize("mib", [1.5, 6.0, 20.0])
+def test_the_size_of_a_cache_is_found_by_the_times_of_kernels(quick, monkeypatch, mib):
+    def pretend(device, nbytes):
+        """The rate of a cache of 40e9 bytes/s, before memory of 8e9."""
+        moved = 2 * nbytes
+        inside = min(moved, mib * 2**20)
+        return moved / (inside / 40 + (moved - inside) / 8)
+
+    monkeypatch.setattr(quick, "_CACHED_BYTES", tuple(2**power for power in (18, 20, 22, 24)))
+    monkeypatch.setattr(quick, "_measure_elementwise", pretend)
+    found = quick._measure_cache(torch.device("cpu"), 8.0)
+    assert found["cached_gb_per_s"] == pytest.approx(40)
+    assert found["cache_mib"] == pytest.approx(mib, rel=0.06)
+    assert quick._measure_cache(torch.device("cpu"), 50.0) == {}

@@ -29,6 +29,16 @@ def test_the_table_is_that_of_the_files():
         assert (number, mean, most) == (str(values["rows"]), f"{values['mean']:.1%}", f"{values['90% below']:.1%}")
 
 
+def test_the_table_of_a_cpu_is_that_of_its_file():
+    found = json.loads((ROOT / "examples" / "results" / "time_prediction_cpu.json").read_text())
+    table = PAGE.partition("<!-- step times here -->")[2].partition("<!-- /step times here -->")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.strip().splitlines()[2:]]
+    ways = found["ways"].items()
+    assert rows == [[w, str(v["number"]), f"{v['mean']:.1%}", f"{v['bias']:+.1%}"] for w, v in ways]
+    assert f"Steps are {found['mean_error']:.1%} off in the mean" in PAGE
+    assert f"{found['fastest_named']} of {found['models']} models" in PAGE
+
+
 def test_the_goals_hold_on_rows_that_were_held_out():
     for way in ("one half held out", "whole sizes held out"):
         assert PUBLISHED["all"][way]["mean"] <= 0.05

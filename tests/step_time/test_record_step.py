@@ -59,6 +59,13 @@ def test_causal_attention_is_half_and_recomputation_is_no_flops_of_the_model():
     assert sum(kernel.flops for kernel in again) >= sum(kernel.flops for kernel in forward)
 
 
+def test_a_cpu_computes_all_of_a_short_causal_square():
+    """Its kernels take 512 keys at a time, and leave out only such blocks."""
+    step = recorded(blocks(), device="cpu")
+    forward = [kernel.flops for kernel in step.kernels if kernel.op == "_scaled_dot_product_flash_attention_for_cpu"]
+    assert forward == 3 * [4 * 2 * 32 * 32 * 64]
+
+
 def test_bytes_in_closed_form_and_views_cost_nothing():
     def net():
         return nn.Sequential(nn.Linear(256, 256, bias=False), nn.Tanh(), nn.Flatten(), nn.Linear(256, 256, bias=False))

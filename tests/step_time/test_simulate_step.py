@@ -55,6 +55,55 @@ def test_a_step_of_small_kernels_takes_what_the_host_needs():
     assert time_of([kernel(20), *[kernel(0)] * 10], machine).seconds == 20
 
 
+def test_what_is_in_the_cache_moves_at_its_rate():
+    two_bytes_are_cached = replace(SLOW, cache_mib=2 / 2**20, cached_gb_per_s=4e-9)
+    assert time_of([kernel(2)], two_bytes_are_cached).seconds == pytest.approx(0.5)
+    assert time_of([kernel(7)], two_bytes_are_cached).seconds == pytest.approx(0.5 + 5)
+
+
+def test_elements_that_take_long_to_compute_take_the_longer_of_both():
+    machine = replace(SLOW, transcendental_ns=1e9, random_ns=5e9)  # a second each
+    for op, seconds in (("relu", 8), ("tanh", 8), ("bernoulli_", 10)):
+        of_two = Kernel(op, "element-wise", "forward", "", "float32", 0, 0, 8)
+        assert time_of([of_two], machine).seconds == pytest.approx(seconds)
+    of_four = Kernel("tanh", "element-wise", "forward", "", "bfloat16", 0, 0, 8)
+    assert time_of([of_four], replace(machine, gb_per_s=1.0)).seconds == pytest.approx(4)
+
+
+def test_a_value_may_differ_in_a_dtype():
+    peaks, shares = {"float32": 1.0, "bfloat16": 2.0}, {"float32": 1.0, "bfloat16": 1.0}
+    machine = replace(SLOW, peak_flops=peaks, product_share=shares, product_half_size=0.0, attention_share=0.5)
+    machine = replace(machine, by_dtype={"bfloat16": {"product_half_size": 2.0, "attention_share": 0.25}})
+    for dtype, product, attention in (("float32", 16, 32), ("bfloat16", 8 * (1 + 2 / 2), 32)):
+        cube = Kernel("mm", "products", "forward", "", dtype, 16, 0, 0)  # 2 × 2 × 2
+        assert time_of([cube], machine).seconds == pytest.approx(product)
+        assert time_of([replace(cube, op="x", kind="attention")], machine).seconds == pytest.approx(attention)
+    with pytest.raises(ValueError, match="by_dtype='half': not a known choice. Use one of 'product_half_size'"):
+        replace(machine, by_dtype={"bfloat16": {"half": 1.0}})
+
+
+def test_where_the_host_does_not_run_ahead_kernels_of_the_optimizer_have_their_own_time():
+    events = [kernel(1), kernel(1), kernel(1, phase="optimizer step")]
+    machine = replace(SLOW, runs_ahead=False, host_us=10e6)
+    assert time_of(events, machine).seconds == pytest.approx(33)
+    assert time_of(events, replace(machine, update_us=2e6)).seconds == pytest.approx(25)
+
+
+def test_the_size_of_a_convolution_in_groups_is_the_harmonic_mean():
+    shapes, rows = ((2, 8, 16, 16), (8, 1, 3, 3)), 2 * 14 * 14
+    each = Kernel("convolution", "products", "forward", "", "float32", 2 * rows * 8 * 9, 0, 0, shapes)
+    assert each.size == pytest.approx(3 / (1 / rows + 1 / 1 + 1 / 9))
+    whole = replace(each, flops=2 * rows * 8 * 72, shapes=((2, 8, 16, 16), (8, 8, 3, 3)))
+    assert whole.size == pytest.approx((rows * 8 * 72) ** (1 / 3))
+    backward = replace(each, op="convolution_backward", shapes=((2, 8, 14, 14), *shapes))
+    assert backward.size == each.size
+
+
+def test_the_size_of_a_recurrent_product_is_that_of_one_place():
+    whole = Kernel("mkldnn_rnn_layer", "products", "forward", "", "float32", 2 * 5 * 64, 0, 0, ((5, 4, 4), (4, 4)))
+    assert whole.size == pytest.approx(4)
+
+
 def test_reading_a_value_makes_the_host_wait():
     machine = replace(SLOW, host_us=1e6)
     events = [kernel(20), kernel(0, reads_value=True), kernel(0), kernel(0)]
