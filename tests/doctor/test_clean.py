@@ -7,7 +7,7 @@ from tests.doctor.examined import examine_script
 
 # In the default tests nothing may depend on a time, so findings that do are left to the benchmark.
 _OF_TIMES = {"data_wait", "slow_item", "slow_collate", "slow_conversion", "slow_callback"}
-_OF_TIMES |= {"bf16", "tf32", "channels_last", "cudnn_benchmark", "padded_sizes"}
+_OF_TIMES |= {"bf16", "tf32", "channels_last", "cudnn_benchmark", "padded_sizes", "returned_memory"}
 
 
 @pytest.mark.parametrize("name", CLEAN)

@@ -1,15 +1,19 @@
 """A step's time is divided among kinds of operators, and padding has its share."""
 
+import mmap
+import sys
+
 import pytest
 import torch
 from torch import nn
 
 from lightning_fasttrain.doctor.diagnosis import Diagnosis
-from lightning_fasttrain.doctor.findings.run_costs import find_padding
+from lightning_fasttrain.doctor.findings.run_costs import find_padding, find_run_costs
 from lightning_fasttrain.doctor.observation.operator_costs import ATTENTION, LOGITS, PRODUCTS, REST, OperatorCosts
 from lightning_fasttrain.doctor.observation.operator_watch import OperatorWatch
 from lightning_fasttrain.doctor.observation.step_records import Measured
-from lightning_fasttrain.doctor.observation.watch import Watch
+from lightning_fasttrain.doctor.observation.watch import PageFaults, Watch
+from tests.doctor.examined import examine_script
 
 
 def kinds_of(step):
@@ -64,3 +68,73 @@ def test_padding_has_its_share_of_the_step_and_a_way_out(side, says):
     assert "44% of the tokens of 1 batch are padding" in found.what
     assert found.share_of(100.0) == pytest.approx(0.44 * 0.8, abs=0.01)
     assert found.cure.startswith(says)
+
+
+def touch_pages(count):
+    with mmap.mmap(-1, count * mmap.PAGESIZE) as memory:
+        for page in range(count):
+            memory[page * mmap.PAGESIZE] = 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not count page faults")
+def test_pages_that_a_step_takes_from_the_system_are_counted():
+    faults = PageFaults()
+    for pages in (2000, 5000):
+        faults.begin_step()
+        touch_pages(pages)
+        faults.end_step()
+    faults.end_step()  # of a step that was not begun
+    assert [count >= pages for count, pages in zip(faults.counts, (2000, 5000), strict=True)] == [True, True]
+    assert faults.counts[1] - faults.counts[0] >= 2000
+    assert sum(faults.system_ms) >= 0
+
+
+def test_memory_that_is_given_back_in_each_step_costs_what_the_system_works():
+    watch = Watch(torch.device("cpu"), 6, 1)
+    measured = Measured([{"step": 100.0, "forward": 40.0, "backward": 50.0}] * 3, {})
+    returned = lambda: [one for one in find_run_costs(watch, measured) if one.kind == "returned_memory"]  # noqa: E731
+    watch.faults.counts, watch.faults.system_ms = [12_000, 11_000, 900_000], [18.0, 20.0, 90.0]
+    (found,) = returned()
+    assert found.cost.high == 20.0
+    assert found.cost.low == 20.0 / torch.get_num_threads()
+    assert "46.88 MiB" in found.what
+    assert "MALLOC_TRIM_THRESHOLD_" in found.cure
+    watch.faults.system_ms = [4.0, 4.0, 4.0]  # of 100
+    assert returned() == []
+    watch.faults.counts, watch.faults.system_ms = [100, 100, 100], [18.0, 20.0, 90.0]  # the system does something else
+    assert returned() == []
+
+
+GIVES_MEMORY_BACK = """
+import mmap
+
+import lightning as L
+import torch
+from torch.utils.data import DataLoader
+
+
+class Net(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(16, 1)
+
+    def training_step(self, batch, batch_idx):
+        with mmap.mmap(-1, 6000 * mmap.PAGESIZE) as memory:
+            for page in range(6000):
+                memory[page * mmap.PAGESIZE] = 1
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+trainer = L.Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False)
+trainer.fit(Net(), DataLoader(torch.randn(96, 16), batch_size=4))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not count page faults")
+def test_the_doctor_of_a_script_names_memory_that_is_given_back(tmp_path, monkeypatch):
+    (found,) = examine_script(GIVES_MEMORY_BACK, tmp_path, monkeypatch, steps=8).of_kind("returned_memory")
+    assert found["what"].startswith("Each step takes 23.")
+    assert 0 < found["cost"]["low"] <= found["cost"]["high"]

@@ -1,10 +1,13 @@
 """Findings about what a run does besides its steps: waiting for data, logging, saving, and waiting for other ranks."""
 
+import mmap
 import statistics
 from collections.abc import Iterator
 
+import torch
+
 from lightning_fasttrain.core.device import usable_cores
-from lightning_fasttrain.core.messages import format_ms, list_some, number_of
+from lightning_fasttrain.core.messages import format_bytes, format_ms, list_some, number_of
 from lightning_fasttrain.doctor.diagnosis import Cost, Finding, cost_of_calls, cost_of_phase, cost_of_samples
 from lightning_fasttrain.doctor.observation.source_lines import (
     Running,
@@ -110,6 +113,10 @@ def find_padding(watch: Watch, measured: Measured) -> Iterator[Finding]:
     yield Finding("padding", what, cure, "exact if verify says so", _loader_line(measured), cost, details)
 
 
+_LEAST_RETURNED, _LEAST_SYSTEM = 2**24, 0.05  # bytes, and the system's share of a step
+_KEEPS_MEMORY = (
+    "Start with MALLOC_TRIM_THRESHOLD_=4000000000 MALLOC_MMAP_THRESHOLD_=33554432 before the command, which keeps it"
+)
 _METRICS = ("torchmetrics", "sklearn", "evaluate", "scipy")
 # Of these one run within the few watched steps is one too many, if it takes a large share of their time.
 # Action → the cure, the argument that sets how often it is done, and whose argument it is.
@@ -134,6 +141,7 @@ def find_run_costs(watch: Watch, measured: Measured) -> Iterator[Finding]:
     yield from _find_logging(watch)
     yield from _find_callbacks(watch)
     yield from _find_collections(watch, measured)
+    yield from _find_returned_memory(watch, measured)
     yield from _find_rare(watch, measured)
 
 
@@ -174,6 +182,21 @@ def _find_collections(watch: Watch, measured: Measured) -> Iterator[Finding]:
         if line is not None:
             cure = "Remove it, or do it once an epoch: what nothing refers to is freed without it"
         yield Finding("garbage_collection", what, cure, _EXACT, line, cost)
+
+
+def _find_returned_memory(watch: Watch, measured: Measured) -> Iterator[Finding]:
+    """Yield memory that the C library gives back to the system after each step, and takes again in the next."""
+    if not watch.faults.counts:
+        return
+    pages, ms = statistics.median(watch.faults.counts), statistics.median(watch.faults.system_ms)
+    nbytes = pages * mmap.PAGESIZE
+    if nbytes < _LEAST_RETURNED or ms < _LEAST_SYSTEM * measured.step_ms:
+        return
+    # Threads take pages at the same time, so that the step may wait for a part of it only.
+    least = ms / max(torch.get_num_threads(), 1)
+    what = f"Each step takes {format_bytes(nbytes)} from the system anew, page by page, which was given back before"
+    details = ("Files that are mapped into memory are read in this way too, which the cure does not change",)
+    yield Finding("returned_memory", what, _KEEPS_MEMORY, _EXACT, None, Cost((least + ms) / 2, least, ms), details)
 
 
 def _find_rare(watch: Watch, measured: Measured) -> Iterator[Finding]:

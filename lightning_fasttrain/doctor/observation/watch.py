@@ -2,6 +2,7 @@
 
 import gc
 import math
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -60,6 +61,42 @@ class SchedulerCall:
     line: SourceLine | None
     calls: int = 0
     came_first: bool = False
+
+
+@dataclass
+class PageFaults:
+    """Memory that the steps took from the system, page by page.
+
+    Attributes:
+        counts: pages in each step.
+        system_ms: milliseconds that the system worked in each step, of all threads together.
+    """
+
+    counts: list[int] = field(default_factory=list)
+    system_ms: list[float] = field(default_factory=list)
+    _before: tuple[int, float] | None = None
+
+    def begin_step(self) -> None:
+        """Note what there was before; nothing where the system does not say."""
+        self._before = _read_page_faults()
+
+    def end_step(self) -> None:
+        """Add the step, if it was begun."""
+        before, self._before = self._before, None
+        if before is not None:
+            count, seconds = _read_page_faults() or before
+            self.counts.append(count - before[0])
+            self.system_ms.append(1e3 * (seconds - before[1]))
+
+
+def _read_page_faults() -> tuple[int, float] | None:
+    """Return the page faults of this process, and the seconds that the system has worked for it; None if unknown."""
+    if sys.platform != "linux":
+        return None
+    import resource
+
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_minflt, usage.ru_stime
 
 
 @dataclass
@@ -125,6 +162,7 @@ class Watch:
         self.actions: dict[str, list[float]] = {}
         self.loader = LoaderFacts()
         self.padding = PaddingShare()
+        self.faults = PageFaults()
         self.host = HostFacts()
         self.done = 0
         self.models: list[nn.Module] = []
@@ -156,6 +194,8 @@ class Watch:
             self._record_memory(number)
         is_timed = self.is_warm and not looks and number != _TRACED and self._recording is None
         self.sampler.active = self.blocks.active = is_timed
+        if is_timed and self.device.type == "cpu":
+            self.faults.begin_step()
         if not looks or any(map(is_compiled, self.models)):
             return
         trial = _try_nothing
@@ -169,6 +209,7 @@ class Watch:
 
     def end_step(self) -> None:
         """End a step. At the end of the warm-up the models of a loop are found."""
+        self.faults.end_step()
         self._end_recording()
         self.leave_look()
         self.modules.stop()
