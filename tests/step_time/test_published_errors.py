@@ -2,6 +2,7 @@
 
 import json
 import re
+import statistics
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,21 @@ def test_the_table_of_a_cpu_is_that_of_its_file():
     assert rows == [[w, str(v["number"]), f"{v['mean']:.1%}", f"{v['bias']:+.1%}"] for w, v in ways]
     assert f"Steps are {found['mean_error']:.1%} off in the mean" in PAGE
     assert f"{found['fastest_named']} of {found['models']} models" in PAGE
+
+
+def test_the_table_of_ranks_is_that_of_its_files():
+    table = PAGE.partition("<!-- rank times -->")[2].partition("<!-- /rank times -->")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.strip().splitlines()[2:]]
+    files = [json.loads((ROOT / "examples" / "results" / f"rank_times_{n}_cpu.json").read_text()) for n in (2, 4)]
+    assert [file["ranks"] for file in files] == [2, 4]
+
+    def error_of(file, strategy):
+        ratios = [row["predicted_ms"] / row["measured_ms"] for row in file["rows"] if row["strategy"] == strategy]
+        assert len(ratios) == 5
+        return f"{statistics.fmean(abs(ratio - 1) for ratio in ratios):.1%}"
+
+    assert rows == [[strategy, *(error_of(file, strategy) for file in files)] for strategy, *_ in rows]
+    assert len(rows) == len({row["strategy"] for row in files[0]["rows"]})
 
 
 def test_the_goals_hold_on_rows_that_were_held_out():
