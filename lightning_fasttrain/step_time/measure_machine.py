@@ -33,10 +33,11 @@ _UNKNOWN_LINK = Link(1, 100, 1.0)  # gloo on one machine is of this order
 
 @check_arguments
 def measure_machine(device: str | None = None) -> Machine:
-    """Measure what a device reaches, in about 15 seconds; where torchrun started several ranks, their link too.
+    """Measure what a device reaches, in about 20 seconds; where torchrun started several ranks, their link too.
 
-    Products are measured by size, in each precision; attention with its backward; bandwidth as a mean of element-wise
-    kernels; and the host by a step of a small network, whose kernels are counted. Run it on an idle machine.
+    Products are measured by size and attention with its backward, in each precision; bandwidth as a mean of
+    element-wise kernels, which of a CPU are measured by size, too; and the host by a step of a small network, whose
+    kernels are counted. Run it on an idle machine.
 
     Args:
         device: ``"cpu"`` or ``"cuda"``; by default a GPU where there is one.

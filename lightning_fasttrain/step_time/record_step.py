@@ -97,7 +97,7 @@ class Kernel:
     def count_elements(self, ops: Collection[str]) -> float:
         """Return how many elements the kernel writes; 0 unless it is one of some operators."""
         if self.op not in ops or not self.dtype:
-            return 0
+            return 0.0
         return self.written / getattr(torch, self.dtype).itemsize
 
 
@@ -354,6 +354,10 @@ def _describe_kernel(call: Call, result: object, reads: "Moved", writes: "Moved"
     dtype = str(typed[0].dtype).removeprefix("torch.") if typed else ""
     if kind in (ATTENTION, ATTENTION_BACKWARD) and _is_causal(call) and _skips_what_is_masked(name, shapes):
         flops, name = flops // 2, f"{name}{_CAUSAL}"
+    elif (
+        name in _CONVOLUTIONS and args[_CONVOLUTIONS[name] + 6]
+    ):  # the dimensions of its weight are the other way round
+        name = f"{name} (transposed)"
     return Kernel(name, kind, phase, module, dtype, flops, _total(reads), _total(writes), shapes)
 
 

@@ -59,6 +59,20 @@ def test_causal_attention_is_half_and_recomputation_is_no_flops_of_the_model():
     assert sum(kernel.flops for kernel in again) >= sum(kernel.flops for kernel in forward)
 
 
+@pytest.mark.parametrize(
+    ("layer", "groups"), [(nn.Conv1d(8, 8, 3, groups=8), 8), (nn.ConvTranspose1d(8, 4, 3), 1), (nn.Conv1d(8, 4, 3), 1)]
+)
+def test_the_size_of_a_convolution_knows_its_groups(layer, groups):
+    step = recorded(lambda: layer, torch.zeros(2, 8, 16), device="cpu")
+    (forward,) = [
+        kernel for kernel in step.kernels if kernel.op.startswith("convolution") and kernel.phase == "forward"
+    ]
+    products = forward.flops / 2
+    rows = products / 8 / 3
+    alone = 3 / (1 / rows + 1 / 1 + 1 / 3)  # of each group: rows × 1 channel × a window of 3
+    assert forward.size == pytest.approx(alone if groups == 8 else products ** (1 / 3))
+
+
 def test_a_cpu_computes_all_of_a_short_causal_square():
     """Its kernels take 512 keys at a time, and leave out only such blocks."""
     step = recorded(blocks(), device="cpu")
