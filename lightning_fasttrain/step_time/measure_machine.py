@@ -20,7 +20,7 @@ from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.device import hardware, time_ms
 from lightning_fasttrain.memory.predict_memory import predict_strategies
 from lightning_fasttrain.step_time.accelerators import ACCELERATORS
-from lightning_fasttrain.step_time.machine import BY_DTYPE, TF32, USUAL, Link, Machine, machine_of
+from lightning_fasttrain.step_time.machine import TF32, USUAL, Link, Machine, machine_of
 from lightning_fasttrain.step_time.record_step import StepRecorder
 from lightning_fasttrain.step_time.simulate_step import Timeline
 
@@ -87,19 +87,21 @@ def _measure(device: torch.device) -> Machine:
     on_cuda = device.type == "cuda"
     name = str(hardware()["gpu"] if on_cuda else hardware()["cpu"])
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-    peaks: dict[str, float] = {}
+    usual, peaks = "bfloat16" if on_cuda else "float32", dict[str, float]()
     by_dtype: dict[str, dict[str, float]] = {}
     for word, dtype in dtypes.items():
         peaks[word], half = _measure_products(device, dtype)
-        shares = [min(rate / peaks[word], 1.0) for rate in _measure_attention(device, dtype)]
-        by_dtype[word] = dict(zip(BY_DTYPE, (half, *shares), strict=True))
+        by_dtype[word] = {"product_half_size": half}
+        if word == usual or not on_cuda:
+            forward, backward = (min(rate / peaks[word], 1.0) for rate in _measure_attention(device, dtype))
+            by_dtype[word] |= {"attention_share": forward, "attention_backward_share": backward}
     if on_cuda:
         peaks["float16"] = _measure_products(device, torch.float16)[0]
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("high")
         peaks[TF32] = _measure_products(device, torch.float32)[0]
         torch.set_float32_matmul_precision(before)
-    usual = by_dtype.pop("bfloat16" if on_cuda else "float32")
+    values = by_dtype.pop(usual)
     copied = _measure_bandwidth(device)
     reached = _measure_elementwise(device, _BYTES[device.type])
     # A GPU computes while it moves; its caches are not measured.
@@ -120,7 +122,7 @@ def _measure(device: torch.device) -> Machine:
         name=name,
         peak_flops=peaks,
         product_share=dict.fromkeys(peaks, 1.0),
-        **usual,
+        **values,
         gb_per_s=copied,
         bandwidth_share=min(reached / copied, 1.0),
         host_us=0.0,
