@@ -577,7 +577,7 @@ def train_together(depth):
     """Without those who make very many calls: PEFT, the compiler, and a look at all memory."""
     many = ft.finetune.Adapter | ft.CompileBlocks | ft.profiling.MemoryTimeline
     counted = [case for case in TOGETHER if not isinstance(case.make(), many)]
-    train(replace(CASES[0], batches=3), [case.make() for case in counted], net=partial(TinyLM, depth=depth))
+    train(replace(CASES[0], batches=2), [case.make() for case in counted], net=partial(TinyLM, depth=depth))
 
 
 def train_within_a_budget(depth):

@@ -96,7 +96,7 @@ def run(fault, techniques, most_rows=None):
     module = fault()
     if most_rows is not None:
         module.blocks[1].norm_mlp.register_forward_pre_hook(functools.partial(run_out_of_memory, most_rows))
-    trainer(techniques, max_epochs=2).fit(module, as_loader(list_batches()))
+    trainer(techniques, max_epochs=2).fit(module, as_loader(list_batches(2)))
     return weights(module)
 
 
