@@ -3,9 +3,9 @@
     python examples/time_prediction.py [--machine HERE.json] [--models GPT-2,BERT] [--rounds 5] [--out RESULTS.json]
 
 The machine is measured first, as by ``fasttrain machine``. The ways to train a model run in turn, and each has the
-least time of all rounds, since other work of a machine only adds time; the rest of a round is what it varies by. A
-model's fastest way is named rightly if the one that is predicted to be the fastest takes at most as much longer than
-the one that is, as both vary.
+least time of all rounds, since other work of a machine only adds time; it varies by as much as the median is above that.
+A model's fastest way is named rightly if the way that is predicted to be the fastest is slower than the one that is by
+no more than either varies.
 """
 
 import argparse
@@ -96,7 +96,7 @@ def error_of(row):
 
 
 def names_the_fastest(rows):
-    """Whether the way that is predicted to be the fastest is as fast as the fastest, by what both vary."""
+    """Whether the way that is predicted to be the fastest is as fast as the fastest, but for what either varies."""
     named = min(rows, key=lambda row: row["predicted_ms"])
     fastest = min(rows, key=lambda row: row["measured_ms"])
     return named["measured_ms"] <= fastest["measured_ms"] * (1 + max(named["spread"], fastest["spread"]))

@@ -192,11 +192,11 @@ def _find_returned_memory(watch: Watch, measured: Measured) -> Iterator[Finding]
     nbytes = pages * mmap.PAGESIZE
     if nbytes < _LEAST_RETURNED or ms < _LEAST_SYSTEM * measured.step_ms:
         return
-    # Threads take pages at the same time, so that the step may wait for a part of it only.
-    least = ms / max(torch.get_num_threads(), 1)
+    # Threads take pages at the same time, and what a step waits for them may be hidden behind other waits for memory.
+    usual = ms / max(torch.get_num_threads(), 1)
     what = f"Each step takes {format_bytes(nbytes)} from the system anew, page by page, which was given back before"
     details = ("Files that are mapped into memory are read in this way too, which the cure does not change",)
-    yield Finding("returned_memory", what, _KEEPS_MEMORY, _EXACT, None, Cost((least + ms) / 2, least, ms), details)
+    yield Finding("returned_memory", what, _KEEPS_MEMORY, _EXACT, None, Cost(usual, 0.0, ms), details)
 
 
 def _find_rare(watch: Watch, measured: Measured) -> Iterator[Finding]:
