@@ -3,7 +3,7 @@
     python examples/time_prediction.py [--machine HERE.json] [--models GPT-2,BERT] [--rounds 5] [--out RESULTS.json]
 
 The machine is measured first, as by ``fasttrain machine``. The ways to train a model run in turn, and each has the
-least time of all rounds, since other work of a machine only adds time; it varies by as much as the median is above that.
+least time of all rounds, since other work of a machine only adds time; it varies by as much as the median is above it.
 A model's fastest way is named rightly if the way that is predicted to be the fastest is slower than the one that is by
 no more than either varies.
 """
