@@ -86,22 +86,8 @@ def _ranks(kind: str) -> Iterator[None]:
 def _measure(device: torch.device) -> Machine:
     on_cuda = device.type == "cuda"
     name = str(hardware()["gpu"] if on_cuda else hardware()["cpu"])
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-    usual, peaks = "bfloat16" if on_cuda else "float32", dict[str, float]()
-    by_dtype: dict[str, dict[str, float]] = {}
-    for word, dtype in dtypes.items():
-        peaks[word], half = _measure_products(device, dtype)
-        by_dtype[word] = {"product_half_size": half}
-        if word == usual or not on_cuda:
-            forward, backward = (min(rate / peaks[word], 1.0) for rate in _measure_attention(device, dtype))
-            by_dtype[word] |= {"attention_share": forward, "attention_backward_share": backward}
-    if on_cuda:
-        peaks["float16"] = _measure_products(device, torch.float16)[0]
-        before = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("high")
-        peaks[TF32] = _measure_products(device, torch.float32)[0]
-        torch.set_float32_matmul_precision(before)
-    values = by_dtype.pop(usual)
+    peaks, by_dtype = _measure_precisions(device)
+    values = by_dtype.pop("bfloat16" if on_cuda else "float32")
     copied = _measure_bandwidth(device)
     reached = _measure_elementwise(device, _BYTES[device.type])
     # A GPU computes while it moves; its caches are not measured.
@@ -137,6 +123,26 @@ def _measure(device: torch.device) -> Machine:
         **bounds,
     )
     return replace(machine, **_measure_host(device, machine))
+
+
+def _measure_precisions(device: torch.device) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+    """Return the FLOP/s of products by dtype, and what else depends on it, as in ``by_dtype`` of :class:`Machine`."""
+    on_cuda = device.type == "cuda"
+    peaks: dict[str, float] = {}
+    by_dtype: dict[str, dict[str, float]] = {}
+    for word, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
+        peaks[word], half = _measure_products(device, dtype)
+        by_dtype[word] = {"product_half_size": half}
+        if word == "bfloat16" or not on_cuda:
+            forward, backward = (min(rate / peaks[word], 1.0) for rate in _measure_attention(device, dtype))
+            by_dtype[word] |= {"attention_share": forward, "attention_backward_share": backward}
+    if on_cuda:
+        peaks["float16"] = _measure_products(device, torch.float16)[0]
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("high")
+        peaks[TF32] = _measure_products(device, torch.float32)[0]
+        torch.set_float32_matmul_precision(before)
+    return peaks, by_dtype
 
 
 def _usual_seconds(device: torch.device, run: Callable[[], object]) -> float:

@@ -50,7 +50,7 @@ class Kernel:
         phase: ``"forward"``, ``"recomputation"``, ``"backward"`` or ``"optimizer step"``.
         module: qualified name of the running module.
         dtype: of its last factor, or of its first tensor, as ``"bfloat16"``.
-        flops: multiplications and additions; of causal attention half of the square.
+        flops: multiplications and additions; of causal attention half of the square, where its kernel skips the rest.
         read: bytes that it reads.
         written: bytes that it writes.
         shapes: shapes of the tensors among its arguments; empty for operators on lists of tensors.
@@ -78,7 +78,7 @@ class Kernel:
 
         Of convolutions in groups it is the harmonic mean, since few channels make them slow.
         """
-        if self.kind != PRODUCT:
+        if self.kind != PRODUCT or not self.flops:  # of an empty batch, or of frozen weights
             return 0.0
         count = 1
         if self.op in ("bmm", "baddbmm"):

@@ -48,6 +48,7 @@ def test_groups_of_rows_have_those_of_a_product_for_each():
     assert flops_of(func, (weight.mT, x.T), {"offs": ends}, gradient.T) == each_row
 
 
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="without oneDNN it is made of other operators")
 @pytest.mark.parametrize("settings", [{}, {"num_layers": 2}, {"bidirectional": True}, {"batch_first": True}])
 def test_a_recurrent_net_multiplies_each_row_by_each_matrix(settings):
     net, rows = nn.LSTM(8, 8, **settings), 3 * 5

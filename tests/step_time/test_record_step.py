@@ -73,6 +73,17 @@ def test_the_size_of_a_convolution_knows_its_groups(layer, groups):
     assert forward.size == pytest.approx(alone if groups == 8 else products ** (1 / 3))
 
 
+def test_a_convolution_in_groups_of_which_only_the_bias_trains_takes_no_time_to_multiply():
+    def build():
+        net = nn.Conv1d(8, 8, 3, groups=8)
+        net.weight.requires_grad_(False)
+        return net
+
+    step = recorded(build, torch.zeros(2, 8, 16), device="cpu")
+    (backward,) = [kernel for kernel in step.kernels if kernel.op == "convolution_backward"]
+    assert (backward.flops, backward.size) == (0, 0)
+
+
 def test_a_cpu_computes_all_of_a_short_causal_square():
     """Its kernels take 512 keys at a time, and leave out only such blocks."""
     step = recorded(blocks(), device="cpu")

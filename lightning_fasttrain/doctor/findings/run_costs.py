@@ -115,7 +115,7 @@ def find_padding(watch: Watch, measured: Measured) -> Iterator[Finding]:
 
 _LEAST_RETURNED, _LEAST_SYSTEM = 2**24, 0.05  # bytes, and the system's share of a step
 _KEEPS_MEMORY = (
-    "Start with MALLOC_TRIM_THRESHOLD_=4000000000 MALLOC_MMAP_THRESHOLD_=33554432 before the command, which keeps it"
+    "Set MALLOC_TRIM_THRESHOLD_=4000000000 and MALLOC_MMAP_THRESHOLD_=33554432 in the environment, and malloc keeps it"
 )
 _METRICS = ("torchmetrics", "sklearn", "evaluate", "scipy")
 # Of these one run within the few watched steps is one too many, if it takes a large share of their time.
@@ -188,14 +188,15 @@ def _find_returned_memory(watch: Watch, measured: Measured) -> Iterator[Finding]
     """Yield memory that the C library gives back to the system after each step, and takes again in the next."""
     if not watch.faults.counts:
         return
-    pages, ms = statistics.median(watch.faults.counts), statistics.median(watch.faults.system_ms)
+    # Systems that count their own time in ticks of some ms tell it of many steps together only.
+    pages, ms = statistics.median(watch.faults.counts), statistics.fmean(watch.faults.system_ms)
     nbytes = pages * mmap.PAGESIZE
     if nbytes < _LEAST_RETURNED or ms < _LEAST_SYSTEM * measured.step_ms:
         return
     # Threads take pages at the same time, and what a step waits for them may be hidden behind other waits for memory.
     usual = ms / max(torch.get_num_threads(), 1)
-    what = f"Each step takes {format_bytes(nbytes)} from the system anew, page by page, which was given back before"
-    details = ("Files that are mapped into memory are read in this way too, which the cure does not change",)
+    what = f"Page faults: malloc returns {format_bytes(nbytes)} after each step, and the next one allocates it again"
+    details = ("Files that are mapped into memory cause page faults too, which the cure does not change",)
     yield Finding("returned_memory", what, _KEEPS_MEMORY, _EXACT, None, Cost(usual, 0.0, ms), details)
 
 
