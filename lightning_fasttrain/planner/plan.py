@@ -1,6 +1,7 @@
 """A plan: the chosen techniques, the other candidates, and the code that uses them."""
 
 import json
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -196,6 +197,22 @@ def simplest_of_equals_first(ranked: list[Tried]) -> list[Tried]:
     return [*simplest, *(tried for tried in ranked if tried not in equal)]
 
 
+def best_two_thirds(racing: Sequence[Tried], may_drop_slower: bool) -> list[Tried]:
+    """Return which candidates run further, two at least: the fastest, then its equals, simpler ones first, then others.
+
+    Args:
+        racing: the candidates, each with its measured times.
+        may_drop_slower: whether all that are clearly slower than the fastest are left out as well.
+
+    Source:
+        Karnin, Koren and Somekh 2013, "Almost Optimal Exploration in Multi-Armed Bandits" (sequential halving).
+    """
+    ranked = sorted(racing, key=lambda tried: tried.ms)
+    ordered = ranked[:1] + [tried for tried in simplest_of_equals_first(ranked) if tried is not ranked[0]]
+    kept = ordered[: max(2, math.ceil(len(ordered) * 2 / 3))]
+    return [tried for tried in kept if not (may_drop_slower and is_slower(tried.step_ms, ranked[0].step_ms))]
+
+
 def is_slower(step_ms: Sequence[float], fastest_ms: Sequence[float]) -> bool:
     """Return whether the first takes longer, by times that were measured in turn.
 
@@ -218,7 +235,7 @@ def _compare_turns(base_ms: Sequence[float], other_ms: Sequence[float]) -> Ratio
     return compare_times(base_ms[:turns], other_ms[:turns])
 
 
-def is_decided(times_ms: list[list[float]]) -> bool:
+def is_decided(times_ms: Sequence[Sequence[float]]) -> bool:
     """Return whether each of several programs, measured in turn, is as fast as the fastest or clearly slower."""
     fastest = min(times_ms, key=min)
     ratios = [compare_times(fastest, other) for other in times_ms if other is not fastest]

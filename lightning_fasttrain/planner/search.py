@@ -10,7 +10,14 @@ from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.messages import describe_error, explain
 from lightning_fasttrain.micro_batching.padding.trim_search import TrimSearch
 from lightning_fasttrain.planner.candidates import Axes, Budget, Choice, Predictions, switch_of
-from lightning_fasttrain.planner.plan import TELLS, Tried, is_decided, is_slower, simplest_of_equals_first, why_slower
+from lightning_fasttrain.planner.plan import (
+    TELLS,
+    Tried,
+    best_two_thirds,
+    is_decided,
+    simplest_of_equals_first,
+    why_slower,
+)
 from lightning_fasttrain.planner.timing import Costs, Stopwatch, Switched, Timed
 
 _ROUNDS, _MOST_ROUNDS = 3, 6  # in which finalists are run in turn
@@ -403,49 +410,50 @@ class Search:
 
     def _compare_in_turn(self, finalists: list[Tried]) -> Tried | None:
         """Return the fastest finalist; None if none of them runs within the limit."""
-        times = self._time_in_turn(finalists)
-        ranked = [replace(t, step_ms=tuple(times[t.choice])) for t in finalists if t.choice in times]
+        racing, out = self._time_in_turn(finalists)
         # The time that compiling takes is not in the steps that were measured, but in the run that is planned.
         share = lambda tried: self.costs.compile_ms / self.steps if tried.choice.compile else 0.0  # noqa: E731
-        ranked.sort(key=lambda tried: tried.ms + share(tried))
-        ranked = simplest_of_equals_first(ranked)
+        racing.sort(key=lambda tried: tried.ms + share(tried))
         chosen: Tried | None = None
-        for tried in ranked:
+        for tried in [*simplest_of_equals_first(racing), *out]:
             if chosen is None:
                 chosen = self._confirm(tried)
             else:
                 self._note(replace(tried, why_not=why_slower(tried, chosen)))
         return chosen
 
-    def _time_in_turn(self, finalists: list[Tried]) -> dict[Choice, list[float]]:
-        """Return the times of those that run, in turn, so that other work of the machine affects all of them.
+    def _time_in_turn(self, finalists: list[Tried]) -> tuple[list[Tried], list[Tried]]:
+        """Return the finalists that were run to the end, and those that were out before, the last first.
 
-        What is clearly slower than the fastest after two turns is not run again.
+        They run in turn, so that other work of the machine affects all of them. What is clearly slower than the fastest
+        after two turns is out, and after each turn the worse third, until two are left: these need the most turns.
         """
-        times: dict[Choice, list[float]] = {tried.choice: [] for tried in finalists}
         if self._runs_left() < len(finalists):
             # A time of one run each could not tell them apart, so the estimates do.
             self._note_lateness()
-            return {finalists[0].choice: []}
+            return finalists[:1], []
+        out: list[Tried] = []
         racing, rounds, round_s = finalists, 0, 0.0
         # The last round says how long another takes: finalists that are compiled take longer than what was measured.
         while len(racing) > 1 and rounds < _MOST_ROUNDS and (not rounds or time.monotonic() + round_s < self.deadline):
             rounds += 1
             began = time.monotonic()
-            for tried in racing:
-                timed = self._time(tried, "comparing")
-                if timed is None:
-                    del times[tried.choice]
-                else:
-                    times[tried.choice].append(timed.ms)
+            racing = [replace(tried, step_ms=(*tried.step_ms, ms)) for tried, ms in self._run_each(racing)]
             round_s = time.monotonic() - began
-            racing = [tried for tried in racing if tried.choice in times]
-            if rounds > 1 and racing:
-                fastest = min((times[tried.choice] for tried in racing), key=min)
-                racing = [tried for tried in racing if not is_slower(times[tried.choice], fastest)]
-                if rounds >= _ROUNDS and is_decided([times[tried.choice] for tried in racing]):
-                    break
-        return times
+            is_enough = rounds >= _ROUNDS and is_decided([tried.step_ms for tried in racing])
+            if len(racing) < 2 or is_enough:
+                break
+            kept = best_two_thirds(racing, may_drop_slower=rounds > 1)
+            out = [*(tried for tried in racing if tried not in kept), *out]
+            racing = kept
+        return racing, out
+
+    def _run_each(self, racing: list[Tried]) -> Iterator[tuple[Tried, float]]:
+        """Run each once, and yield those that run with their times."""
+        for tried in racing:
+            timed = self._time(tried, "comparing")
+            if timed is not None:
+                yield tried, timed.ms
 
     def _confirm(self, tried: Tried) -> Tried | None:
         """Measure the peak of one step; None if it fails or does not fit, which is noted."""

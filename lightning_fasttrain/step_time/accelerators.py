@@ -26,6 +26,7 @@ class Accelerator:
         dtype: of the products, ``"bfloat16"`` or ``"float16"``.
         float32_flops: dense FLOP/s in float32, without TF32; None where it is not stated.
         link_gb_per_s: what it can send to its neighbours in a node, in 1e9 bytes/s, in one direction.
+        fastest_product: the share of ``flops`` that the fastest product of large matrices has been measured to reach.
 
     Example:
         >>> mine = Accelerator("Mine", 1e14, 24, 900, 300, "its data sheet")
@@ -42,6 +43,7 @@ class Accelerator:
     dtype: str = "bfloat16"
     float32_flops: PositiveFloat | None = None
     link_gb_per_s: PositiveFloat = 32  # PCIe 4.0 × 16
+    fastest_product: PositiveShare = 0.8
 
     def __post_init__(self) -> None:
         one_of("dtype", self.dtype, ("bfloat16", "float16"))
@@ -68,17 +70,18 @@ _ADA = "NVIDIA Ada GPU architecture white paper, sums in FP32"
 _AMPERE = "NVIDIA Ampere GA102 GPU architecture white paper, sums in FP32"
 _BF16, _FP16, _PCIE = "bfloat16", "float16", 32
 
-# name, FLOP/s, GiB, 1e9 bytes/s, watts, source, dtype, FLOP/s in float32, 1e9 bytes/s to neighbours
+# name, FLOP/s, GiB, 1e9 bytes/s, watts, source, dtype, FLOP/s in float32, 1e9 bytes/s to neighbours, fastest product
+# The last in bf16, from https://github.com/stas00/ml-engineering, compute/accelerator (MAMF), torch 2.5 to 2.9.
 _TABLE = (
-    Accelerator("B300", 2250e12, 288, 8000, 1400, _B300, _BF16, None, 900),
-    Accelerator("B200", 2250e12, 180, 8000, 1000, _B200, _BF16, None, 900),
-    Accelerator("H200", 989.4e12, 141, 4800, 700, _H200, _BF16, 67e12, 450),
-    Accelerator("H100-SXM", 989.4e12, 80, 3350, 700, _H100, _BF16, 67e12, 450),
+    Accelerator("B300", 2250e12, 288, 8000, 1400, _B300, _BF16, None, 900, 0.786),
+    Accelerator("B200", 2250e12, 180, 8000, 1000, _B200, _BF16, None, 900, 0.776),
+    Accelerator("H200", 989.4e12, 141, 4800, 700, _H200, _BF16, 67e12, 450, 0.803),
+    Accelerator("H100-SXM", 989.4e12, 80, 3350, 700, _H100, _BF16, 67e12, 450, 0.803),
     Accelerator("H100-PCIe", 756e12, 80, 2000, 350, _H100, _BF16, 51e12, 64),
-    Accelerator("A100-80GB-SXM", 312e12, 80, 2039, 400, _A100, _BF16, 19.5e12, 300),
-    Accelerator("A100-80GB-PCIe", 312e12, 80, 1935, 300, _A100, _BF16, 19.5e12, _PCIE),
-    Accelerator("A100-40GB-SXM", 312e12, 40, 1555, 400, _A100, _BF16, 19.5e12, 300),
-    Accelerator("A100-40GB-PCIe", 312e12, 40, 1555, 250, _A100, _BF16, 19.5e12, _PCIE),
+    Accelerator("A100-80GB-SXM", 312e12, 80, 2039, 400, _A100, _BF16, 19.5e12, 300, 0.869),
+    Accelerator("A100-80GB-PCIe", 312e12, 80, 1935, 300, _A100, _BF16, 19.5e12, _PCIE, 0.811),
+    Accelerator("A100-40GB-SXM", 312e12, 40, 1555, 400, _A100, _BF16, 19.5e12, 300, 0.869),
+    Accelerator("A100-40GB-PCIe", 312e12, 40, 1555, 250, _A100, _BF16, 19.5e12, _PCIE, 0.811),
     Accelerator("L40S", 362.05e12, 48, 864, 350, _L40S, _BF16, 91.6e12, _PCIE),
     Accelerator("L40", 181.05e12, 48, 864, 300, f"NVIDIA L40 data sheet, {_SITE}/l40/", _BF16, 90.5e12, _PCIE),
     Accelerator("L4", 121e12, 24, 300, 72, f"NVIDIA L4 data sheet, dense, {_SITE}/l4/", _BF16, 30.3e12, _PCIE),
@@ -89,7 +92,7 @@ _TABLE = (
     Accelerator("RTX5090", 209.5e12, 32, 1792, 575, _BLACKWELL, _BF16, 104.8e12, 64),
     Accelerator("RTX4090", 165.2e12, 24, 1008, 450, _ADA, _BF16, 82.6e12, _PCIE),
     Accelerator("RTX3090", 71e12, 24, 936, 350, _AMPERE, _BF16, 35.6e12, _PCIE),
-    Accelerator("MI300X", 1307.4e12, 192, 5300, 750, _MI300X, _BF16, 163.4e12, 448),
+    Accelerator("MI300X", 1307.4e12, 192, 5300, 750, _MI300X, _BF16, 163.4e12, 448, 0.514),
 )
 ACCELERATORS = {accelerator.name: accelerator for accelerator in _TABLE}
 """Accelerators by name; each names the data sheet of its values."""

@@ -37,11 +37,13 @@ class Link:
         gb_per_s: what each device can send, in 1e9 bytes/s, in one direction.
         latency_us: time that each further rank adds to a collective, in µs.
         share: the share of ``gb_per_s`` that collectives reach.
+        reduce_factor: how many times as long it takes to reduce and scatter as to gather as much.
     """
 
     gb_per_s: PositiveFloat
     latency_us: NonNegativeFloat
     share: PositiveShare
+    reduce_factor: PositiveFloat = 1.0
 
     def seconds(self, nbytes: float) -> float:
         """Return the seconds in which a device sends ``nbytes``, without latency."""
@@ -73,7 +75,8 @@ class Machine(Report):
         inside: link between devices of one node.
         between: link of each device to other nodes.
         devices_per_node: devices of a node.
-        overlap: how undisturbed computing is beside a collective: at 1 not at all, at 0 both take turns.
+        overlap: how undisturbed computing is beside a collective in a node: at 1 not at all, at 0 both take turns.
+            A slower one between nodes disturbs it as much in all, by the data that it moves.
         memory_gib: memory of a device, in GiB.
         source: how these values are known.
         error: mean relative error of predictions, where it is known.
@@ -171,7 +174,7 @@ USUAL: dict[str, Any] = {
     "host_us": 25.0,
     "overlap": 0.7,
 }
-USUAL_PRODUCT_SHARE = 0.72
+_OF_THE_FASTEST_PRODUCT = 0.9  # what large products of a model reach
 _NETWORK = Link(50, 10, 0.7)  # 400 Gbit/s a device, as in NVIDIA's DGX H100
 USUAL_ERROR, USUAL_ERROR_90 = 0.12, 0.25  # of the 139 rows whose errors are there
 _PROFILE = 'pass machine="profile.json", which `fasttrain machine --out profile.json` writes'
@@ -190,7 +193,7 @@ def machine_of(accelerator: Accelerator) -> Machine:
     return Machine(
         name=accelerator.name,
         peak_flops=peaks,
-        product_share=dict.fromkeys(peaks, USUAL_PRODUCT_SHARE),
+        product_share=dict.fromkeys(peaks, _OF_THE_FASTEST_PRODUCT * accelerator.fastest_product),
         gb_per_s=accelerator.bandwidth_gb_per_s,
         inside=Link(accelerator.link_gb_per_s, 3, 0.75),
         between=_NETWORK,
@@ -286,7 +289,7 @@ def collective_seconds(kind: str, nbytes: int, ranks: Sequence[int], machine: Ma
         return 0.0
     nodes = len({rank // devices_per_node for rank in ranks})
     inside = math.ceil(count / nodes)
-    passes = 2 if kind == "all-reduce" else 1
+    passes = {"all-reduce": 2.0, "reduce-scatter": machine.inside.reduce_factor}.get(kind, 1.0)
     sent = 0.0
     if inside > 1:
         sent = machine.inside.seconds(nbytes * (count - 1) / count)

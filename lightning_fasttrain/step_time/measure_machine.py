@@ -302,17 +302,20 @@ def _measure_host(device: torch.device, machine: Machine) -> dict[str, float]:
 
 
 def _measure_link(device: torch.device) -> Link | None:
-    """Return the link between the ranks, by gathers of little and of much; None where there is one rank."""
+    """Return the link between the ranks, by collectives of little and of much; None where there is one rank."""
     if not dist.is_initialized() or dist.get_world_size() < 2:
         return None
     count = dist.get_world_size()
-    seconds = []
+    gathers, reductions = [], []
     for numel in (256, _BYTES[device.type] // 16):
         shard = torch.ones(numel, device=device)
-        gathered = torch.empty(numel * count, device=device)
-        gather = functools.partial(dist.all_gather_into_tensor, gathered, shard)
-        tries = sorted(time_ms(device, gather) for _ in range(8))
-        seconds.append(tries[len(tries) // 2] / 1e3)
-    little, much = seconds
+        whole = torch.ones(numel * count, device=device)
+        for seconds, run in (
+            (gathers, functools.partial(dist.all_gather_into_tensor, whole, shard)),
+            (reductions, functools.partial(dist.reduce_scatter_tensor, shard, whole)),
+        ):
+            seconds.append(statistics.median(time_ms(device, run) for _ in range(8)) / 1e3)
+    little, much = gathers
     sent = 4 * (_BYTES[device.type] // 16) * (count - 1)
-    return Link(sent / max(much - little, 1e-9) / 1e9, little / (count - 1) * 1e6, 1.0)
+    rate = sent / max(much - little, 1e-9) / 1e9
+    return Link(rate, little / (count - 1) * 1e6, 1.0, reduce_factor=reductions[1] / much)

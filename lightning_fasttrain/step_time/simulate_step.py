@@ -217,6 +217,7 @@ class _Streams:
         self.waited = False  # the host has just waited for the device
         self.free: dict[str, float] = {}
         self.spans: dict[int, tuple[float, float]] = {}  # place of a collective → its seconds, when it ends
+        self.disturbing: dict[int, float] = {}  # place of a collective → the share of computing that it takes
         self.gathers: list[int] = []
         self.taken: dict[int, float] = {}  # place of a gather → when the compute stream has taken it over
         self.hidden = 0.0
@@ -251,8 +252,12 @@ class _Streams:
     def _start(self, place: int) -> None:
         event = self.timeline.events[place]
         assert isinstance(event, Collective)
-        per_node = self.timeline.devices_per_node
-        seconds = collective_seconds(event.kind, event.nbytes, event.ranks, self.machine, per_node)
+        what = event.kind, event.nbytes, event.ranks, self.machine
+        seconds = collective_seconds(*what, self.timeline.devices_per_node)
+        if seconds:
+            # Moving data disturbs computing, and waiting for a slow network does not.
+            moving = collective_seconds(*what, devices_per_node=max(event.ranks) + 1)
+            self.disturbing[place] = (1 - self.machine.overlap) * min(1.0, moving / seconds)
         ready = [self.timeline.launched[place] * self.host_s + self.late, self.free.get(event.stream, 0.0)]
         if event.after >= 0 or not self.machine.runs_ahead:
             ready.append(self.compute)
@@ -270,7 +275,7 @@ class _Streams:
         if place in self.taken:
             return
         hidden = max(0.0, seconds - max(0.0, end - self.compute))
-        disturbed = self.compute + (1 - self.machine.overlap) * hidden
+        disturbed = self.compute + self.disturbing.get(place, 0.0) * hidden
         self.hidden += hidden
         self.by_kind[_EXPOSED] += max(disturbed, end) - self.compute
         self.compute = self.taken[place] = max(disturbed, end)

@@ -182,9 +182,42 @@ def test_a_time_that_contradicts_its_prediction_is_measured_again():
 
 def test_in_a_comparison_what_is_clearly_slower_runs_twice():
     _, _, found = search(1.1, None)
-    finalists = list(map(found._describe, (Choice(), Choice(gradients="released"), Choice(head="fused"))))
-    times = found._time_in_turn(finalists)
-    assert [len(times[tried.choice]) for tried in finalists] == [3, 3, 2]
+    finalists = list(map(found._describe, (Choice(), Choice(head="fused"))))
+    racing, out = found._time_in_turn(finalists)
+    assert [(tried.choice.head, len(tried.step_ms)) for tried in (*racing, *out)] == [("", 2), ("fused", 2)]
+
+
+def test_after_each_turn_the_worse_third_is_out_the_fastest_and_simpler_equals_stay():
+    _, _, found = search(1.1, None)
+    words = {"precision": "bf16-mixed", "head": "fused", "gradients": "released", "offload": "activations"}
+    choices = [Choice(**dict(list(words.items())[:count])) for count in range(5)]
+    choices.append(replace(choices[-1], recompute="all"))
+    times = dict(zip(choices, (103.0, 102.0, 101.0, 100.0, 101.5, 112.0), strict=True))
+
+    class Known(KnownMachine):
+        def time(self, choice, *, peak=False):
+            return Timed([times[choice]], times[choice], int(self.predictions.predict(choice)))
+
+    found.watch = Known(found.predictions)
+    racing, out = found._time_in_turn([found._describe(choice) for choice in choices])
+    turns = {len(tried.choice.words): len(tried.step_ms) for tried in (*racing, *out)}
+    assert turns == {0: 3, 1: 3, 3: 3, 2: 2, 4: 1, 5: 1}
+    assert {len(tried.choice.words) for tried in racing} == {0, 1, 3}
+    found.fits = lambda choice, needed: True
+    assert found._compare_in_turn(racing).choice == Choice()
+
+
+def test_where_no_finalist_runs_none_is_chosen():
+    _, _, found = search(1.1, None)
+    finalists = list(map(found._describe, (Choice(), Choice(head="fused"))))
+
+    class Broken(KnownMachine):
+        def time(self, choice, *, peak=False):
+            raise RuntimeError("no memory")
+
+    found.watch = Broken(found.predictions)
+    assert found._compare_in_turn(finalists) is None
+    assert found.refused >= {tried.choice for tried in finalists}
 
 
 def test_a_plan_for_a_gpu_that_is_not_here_predicts_its_times():

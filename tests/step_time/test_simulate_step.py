@@ -40,6 +40,14 @@ def test_what_overlaps_disturbs_computing():
     assert disturbed.seconds == pytest.approx(7 + 0.75 * 2)
 
 
+def test_a_slow_network_disturbs_by_what_it_moves():
+    # The gather takes 24 s in one node, and 56 times as long between four.
+    machine = replace(SLOW, overlap=0.25, inside=Link(1e-9, 0, 1.0), between=Link(1e-9 / 56, 0, 1.0))
+    events = [Collective("all-gather", 32, tuple(range(0, 32, 8)), "gathers", -1), kernel(9999), kernel(4, waits=(0,))]
+    assert collective_seconds("all-gather", 32, range(0, 32, 8), machine, 8) == pytest.approx(56 * 24)
+    assert time_of(events, machine).seconds == pytest.approx(9999 + 4 + 0.75 * 24)
+
+
 def test_no_more_than_two_gathers_are_ahead():
     events = [gather(1), gather(1), gather(1), kernel(10), kernel(1, waits=(0,)), kernel(1, waits=(1,))]
     # The third begins when the first is taken over, at 10, and nothing waits for it.
@@ -183,6 +191,9 @@ def test_collectives_in_closed_form():
     gb = 10**9
     assert collective_seconds("all-gather", 8 * gb, range(8), machine, 8) == pytest.approx(7 / 5)
     assert collective_seconds("all-reduce", 8 * gb, range(8), machine, 8) == pytest.approx(14 / 5)
+    slow_reduction = replace(machine, inside=replace(machine.inside, reduce_factor=3))
+    assert collective_seconds("reduce-scatter", 8 * gb, range(8), machine, 8) == pytest.approx(7 / 5)
+    assert collective_seconds("reduce-scatter", 8 * gb, range(8), slow_reduction, 8) == pytest.approx(21 / 5)
     # Four nodes: each receives three quarters, through eight network cards.
     between = 8 * 3 / 4 / 8 / 2
     assert collective_seconds("all-gather", 8 * gb, range(32), machine, 8) == pytest.approx(
