@@ -160,13 +160,13 @@ def heads_beside(model: nn.Module, blocks: Collection[str]) -> list[str]:
 
 def warn_of_blocks_beyond(model: nn.Module, blocks: Collection[str], named: Collection[str], what: str) -> None:
     """Say so where blocks of another kind come after the last of ``blocks``, and would count as head."""
-    names = list(dict(model.named_modules()))
-    last = max(map(names.index, set(names).intersection(blocks)), default=0)
+    place_of = {name: place for place, name in enumerate(dict(model.named_modules()))}
+    last = max((place_of[name] for name in blocks if name in place_of), default=0)
     taken = {*blocks, *named}
     beyond: list[str] = []
     for name in _blocks_of(model):
         holds_taken = any(is_inside(one, [name]) for one in blocks)
-        if names.index(name) > last and not (is_part_of(name, taken) or holds_taken):
+        if place_of[name] > last and not (is_part_of(name, taken) or holds_taken):
             beyond.append(name)
     if beyond:
         why = f"{list_some(beyond)} come after the blocks that are named, and would count as head"

@@ -194,6 +194,7 @@ def _refuse_lost_ties(twin: Any, state: dict[str, Tensor]) -> None:
 def _write(target: Path, model: Any) -> None:
     make_folder(target.parent)
     unfinished = temporary_path(target.parent, target.name)
+    make_folder(unfinished)
     try:
         # The warnings are about generation settings that were loaded that way.
         with warnings.catch_warnings(action="ignore"):
