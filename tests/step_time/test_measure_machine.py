@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_fasttrain.core.device import peak_flops
 from lightning_fasttrain.step_time import measure_machine, read_machine
@@ -49,3 +51,22 @@ def test_the_size_of_a_cache_is_found_by_the_times_of_kernels(quick, monkeypatch
     assert found["cached_gb_per_s"] == pytest.approx(40)
     assert found["cache_mib"] == pytest.approx(mib, rel=0.06)
     assert quick._measure_cache(torch.device("cpu"), 50.0) == {}
+
+
+def test_a_link_is_found_by_the_times_of_gathers_and_reductions(quick, monkeypatch):
+    def pretend(device, run):
+        """10 µs, and 2e9 bytes/s in a gather between three ranks; three times as long to reduce and scatter."""
+        run()
+        whole = max(tensor.numel() for tensor in run.args) * 4
+        return (1 + 2 * (run.func is dist.reduce_scatter_tensor)) * (0.01 + whole * 2 / 3 / 2e6)
+
+    monkeypatch.setattr(quick, "time_ms", pretend)
+    assert quick._measure_link(torch.device("cpu")) is None
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=3)
+    try:
+        link = quick._measure_link(torch.device("cpu"))
+    finally:
+        dist.destroy_process_group()
+    assert link.gb_per_s * link.share == pytest.approx(2, rel=0.01)
+    assert link.latency_us == pytest.approx(5, rel=0.2)  # the little one is not nothing
+    assert link.reduce_factor == pytest.approx(3)
