@@ -225,11 +225,11 @@ def is_slower(step_ms: Sequence[float], fastest_ms: Sequence[float]) -> bool:
     """
     if not step_ms or not fastest_ms:
         return False
-    ratio = _compare_turns(fastest_ms, step_ms)
+    ratio = compare_turns(fastest_ms, step_ms)
     return ratio.value > 1 + TELLS and (ratio.low > 1 or ratio.value > 1 + 2 * TELLS)
 
 
-def _compare_turns(base_ms: Sequence[float], other_ms: Sequence[float]) -> Ratio:
+def compare_turns(base_ms: Sequence[float], other_ms: Sequence[float]) -> Ratio:
     """Compare the times of the turns in which both were run: what is clearly slower is not run to the end."""
     turns = min(len(base_ms), len(other_ms))
     return compare_times(base_ms[:turns], other_ms[:turns])
@@ -244,7 +244,7 @@ def is_decided(times_ms: Sequence[Sequence[float]]) -> bool:
 
 def why_slower(tried: Tried, chosen: Tried) -> str:
     """Explain why ``chosen`` was preferred to ``tried``."""
-    ratio = _compare_turns(chosen.step_ms, tried.step_ms)
+    ratio = compare_turns(chosen.step_ms, tried.step_ms)
     slower = f"{ratio.value - 1:+.0%}"
     if ratio.value > 1 + TELLS and (ratio.low > 1 or len(tried.step_ms) == 1):
         return slower

@@ -3,6 +3,8 @@
 import ast
 import json
 import runpy
+import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,8 +13,11 @@ from lightning_fasttrain.cli.main import BAD_INPUT, main
 from lightning_fasttrain.cli.rehearsal import rehearse
 from lightning_fasttrain.cli.tuning import tune
 from lightning_fasttrain.cli.tuning.apply_advice import apply_to_source
+from lightning_fasttrain.cli.tuning.make_advice import Tuning, rank
 from lightning_fasttrain.cli.tuning.tune import Advice, describe
 from lightning_fasttrain.cli.tuning.tune_page import render_page
+from lightning_fasttrain.planner.candidates import Choice
+from lightning_fasttrain.planner.timing import Timed
 from tests.cli.forked_script import start_fork
 
 SCRIPT = """
@@ -222,6 +227,45 @@ def test_one_screen_says_what_to_change_and_what_it_gains(tmp_path, monkeypatch)
     assert "times as fast" not in said
     script.write_text("from lightning.pytorch.cli import LightningCLI\nLightningCLI()")
     assert describe(advice(), script).endswith("In the configuration:\n\ntrainer:\n  precision: bf16-mixed")
+
+
+class Watch:
+    """Times steps that take what ``ms`` says; a choice without a time fails."""
+
+    def __init__(self, ms):
+        self.ms, self.runs = ms, []
+
+    def time(self, choice):
+        self.runs.append(choice)
+        return Timed([self.ms[choice]], self.ms[choice])
+
+
+PLAIN, RELEASED, FUSED = Choice(), Choice(gradients="released"), Choice(head="fused")
+HALVED, WIDE = Choice(parts=2), Choice(precision="bf16-mixed")
+
+
+def measured(ms):
+    """The times in turn of what the watch knows, beside the plain step, and the ranks of those that fit."""
+    watch = Watch(ms)
+    tuning = Tuning("fit", "exact", 60.0, SimpleNamespace(say=lambda what: None), time.monotonic())
+    times = tuning.measure_in_turn(watch, [PLAIN, RELEASED, FUSED, HALVED, WIDE])
+    plan = SimpleNamespace(plain=SimpleNamespace(choice=PLAIN))
+    return times, rank(plan, times, [RELEASED, FUSED, HALVED, WIDE])
+
+
+def test_rivals_are_out_by_thirds_and_the_plain_step_stays():
+    times, ranked = measured({PLAIN: 100.0, RELEASED: 70.0, FUSED: 80.0, HALVED: 90.0, WIDE: 50.0})
+    turns = {choice: len(taken) for choice, taken in times.items()}
+    assert turns == {PLAIN: 3, WIDE: 3, RELEASED: 2, FUSED: 2, HALVED: 1}
+    assert ranked == [WIDE, RELEASED, FUSED, HALVED]
+
+
+def test_of_equal_rivals_the_simpler_is_ranked_first_and_what_fails_is_left_out():
+    times, ranked = measured({RELEASED: 98.0, FUSED: 100.0, HALVED: 99.0})
+    assert set(times) == {RELEASED, FUSED, HALVED}  # the plain step does not fit
+    assert ranked[0] == HALVED  # of no technique but more micro-batches
+    with pytest.raises(KeyError):
+        measured({})
 
 
 _SLOW = {"gain": (1.0, 0.9, 1.1), "after_bytes": 2**30}

@@ -16,8 +16,15 @@ from lightning_fasttrain.core.messages import first_line
 from lightning_fasttrain.doctor import Diagnosis
 from lightning_fasttrain.planner.candidates import Choice
 from lightning_fasttrain.planner.make_plan import make_plan
-from lightning_fasttrain.planner.plan import Plan, Tried, is_decided, simplest_of_equals_first
-from lightning_fasttrain.planner.timing import Stopwatch, compare_times
+from lightning_fasttrain.planner.plan import (
+    Plan,
+    Tried,
+    best_two_thirds,
+    compare_turns,
+    is_decided,
+    simplest_of_equals_first,
+)
+from lightning_fasttrain.planner.timing import Stopwatch
 from lightning_fasttrain.proof.verification.report import Verification
 from lightning_fasttrain.technique import Technique
 
@@ -146,15 +153,17 @@ class Tuning:
     def measure_in_turn(self, watch: Stopwatch, rivals: list[Choice]) -> dict[Choice, list[float]]:
         """Measure a step of each of the choices in turn, until it is decided which one is the fastest, or time is up.
 
-        Whatever slows the machine for longer than a turn cancels in the ratios of its times. A choice that fails is
-        left out, as the plain step is that does not fit.
+        Whatever slows the machine for longer than a turn cancels in the ratios of its times. After each turn the worse
+        third is out, until two are left beside the first, the plain step, which stays. A choice that fails is left
+        out, as the plain step is that does not fit.
 
         Raises:
             Exception: all of them fail; the error is that of the last one.
         """
         times_ms: dict[Choice, list[float]] = {rival: [] for rival in rivals}
+        plain, racing = rivals[0], list(rivals)
         for turn in range(_MOST_TURNS):
-            for rival in list(times_ms):
+            for rival in racing:
                 self.progress.say(f"turn {turn + 1}: {rival}")
                 try:
                     times_ms[rival].append(watch.time(rival).ms)
@@ -163,10 +172,14 @@ class Tuning:
                     del times_ms[rival]
                     if not times_ms:
                         raise
+            racing = [rival for rival in racing if rival in times_ms]
             enough = turn + 1 >= _FEWEST_TURNS
             is_late = time.monotonic() > self.began + self.seconds
-            if enough and (is_decided(list(times_ms.values())) or is_late):
+            if not racing or (enough and (is_late or is_decided([times_ms[rival] for rival in racing]))):
                 break
+            others = [Tried(rival, 0.0, 0.0, tuple(times_ms[rival])) for rival in racing if rival != plain]
+            kept = {tried.choice for tried in best_two_thirds(others, may_drop_slower=turn > 0)}
+            racing = [rival for rival in racing if rival == plain or rival in kept]
         return times_ms
 
 
@@ -197,12 +210,18 @@ def list_rivals(plan: Plan, fitting: list[Choice]) -> list[Choice]:
 
 
 def rank(plan: Plan, times_ms: Mapping[Choice, list[float]], fitting: Sequence[Choice]) -> list[Choice]:
-    """Return the choices that fit, the fastest and simplest first; the plain step only if it is alone."""
+    """Return the choices that fit, the fastest and simplest first; the plain step only if it is alone.
+
+    Those that were measured in all turns come before the others.
+    """
     plain = plan.plain.choice
     allowed = [choice for choice in times_ms if choice in fitting and choice != plain] or list(times_ms)
     ranked = [Tried(choice, 0.0, 0.0, tuple(times_ms[choice])) for choice in allowed]
     ranked.sort(key=lambda tried: tried.ms)
-    return [tried.choice for tried in simplest_of_equals_first(ranked)]
+    most = max(len(tried.step_ms) for tried in ranked)
+    to_the_end = [tried for tried in ranked if len(tried.step_ms) == most]
+    others = [tried for tried in ranked if len(tried.step_ms) < most]
+    return [tried.choice for tried in (*simplest_of_equals_first(to_the_end), *others)]
 
 
 def is_same_training(verified: Verification | None) -> bool:
@@ -235,7 +254,7 @@ def advice_of(
     plain = plan.plain.choice
     gain, before_ms = (1.0, 1.0, 1.0), 0.0
     if plain in times_ms:
-        ratio, before_ms = compare_times(times_ms[choice], times_ms[plain]), min(times_ms[plain])
+        ratio, before_ms = compare_turns(times_ms[choice], times_ms[plain]), min(times_ms[plain])
         gain = ratio.value, ratio.low, ratio.high
     precision = choice.precision if choice.precision != plain.precision else None
     verdicts: list[str] = []
