@@ -6,6 +6,7 @@ import math
 import os
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -148,9 +149,12 @@ def _measure_precisions(device: torch.device) -> tuple[dict[str, float], dict[st
 def _usual_seconds(device: torch.device, run: Callable[[], object]) -> float:
     """Return the median seconds of ``run``, repeated for a while after a first time that warms up.
 
-    The least would be too good: a step is a sum of kernels of which few are at their best.
+    The least would be too good: a step is a sum of kernels of which few are at their best. Ranks share the cores and the
+    memory of a host, so they measure at the same time, as they train.
     """
     run()
+    if dist.is_initialized():
+        dist.barrier(device_ids=None if device.index is None else [device.index])
     taken, until = [time_ms(device, run)], time.perf_counter() + _SECONDS_EACH
     while time.perf_counter() < until:
         taken.append(time_ms(device, run))
@@ -314,7 +318,8 @@ def _measure_link(device: torch.device) -> Link | None:
             (gathers, functools.partial(dist.all_gather_into_tensor, whole, shard)),
             (reductions, functools.partial(dist.reduce_scatter_tensor, shard, whole)),
         ):
-            seconds.append(statistics.median(time_ms(device, run) for _ in range(8)) / 1e3)
+            with warnings.catch_warnings(action="ignore", category=FutureWarning):  # from 2.13 on they have new names
+                seconds.append(statistics.median(time_ms(device, run) for _ in range(8)) / 1e3)
     little, much = gathers
     sent = 4 * (_BYTES[device.type] // 16) * (count - 1)
     rate = sent / max(much - little, 1e-9) / 1e9
