@@ -149,8 +149,8 @@ def _measure_precisions(device: torch.device) -> tuple[dict[str, float], dict[st
 def _usual_seconds(device: torch.device, run: Callable[[], object]) -> float:
     """Return the median seconds of ``run``, repeated for a while after a first time that warms up.
 
-    The least would be too good: a step is a sum of kernels of which few are at their best. Ranks share the cores and the
-    memory of a host, so they measure at the same time, as they train.
+    The least would be too good: a step is a sum of kernels of which few are at their best. Ranks measure at the same
+    time, as they train, since they share the cores and the memory of a host.
     """
     run()
     if dist.is_initialized():
