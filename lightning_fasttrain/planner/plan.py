@@ -197,12 +197,10 @@ def simplest_of_equals_first(ranked: list[Tried]) -> list[Tried]:
     return [*simplest, *(tried for tried in ranked if tried not in equal)]
 
 
-def best_two_thirds(racing: Sequence[Tried], may_drop_slower: bool) -> list[Tried]:
+def best_two_thirds(racing: Sequence[Tried]) -> list[Tried]:
     """Return which candidates run further, two at least: the fastest, then its equals, simpler ones first, then others.
 
-    Args:
-        racing: the candidates, each with its measured times.
-        may_drop_slower: whether all that are clearly slower than the fastest are left out as well.
+    From the second turn on, those that are clearly slower than the fastest are left out as well.
 
     Source:
         Karnin, Koren and Somekh 2013, "Almost Optimal Exploration in Multi-Armed Bandits" (sequential halving).
@@ -210,7 +208,7 @@ def best_two_thirds(racing: Sequence[Tried], may_drop_slower: bool) -> list[Trie
     ranked = sorted(racing, key=lambda tried: tried.ms)
     ordered = ranked[:1] + [tried for tried in simplest_of_equals_first(ranked) if tried is not ranked[0]]
     kept = ordered[: max(2, math.ceil(len(ordered) * 2 / 3))]
-    return [tried for tried in kept if not (may_drop_slower and is_slower(tried.step_ms, ranked[0].step_ms))]
+    return [tried for tried in kept if len(tried.step_ms) < 2 or not is_slower(tried.step_ms, ranked[0].step_ms)]
 
 
 def is_slower(step_ms: Sequence[float], fastest_ms: Sequence[float]) -> bool:

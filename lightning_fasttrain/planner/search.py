@@ -443,7 +443,7 @@ class Search:
             is_enough = rounds >= _ROUNDS and is_decided([tried.step_ms for tried in racing])
             if len(racing) < 2 or is_enough:
                 break
-            kept = best_two_thirds(racing, may_drop_slower=rounds > 1)
+            kept = best_two_thirds(racing)
             out = [*(tried for tried in racing if tried not in kept), *out]
             racing = kept
         return racing, out

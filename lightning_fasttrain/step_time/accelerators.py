@@ -26,7 +26,8 @@ class Accelerator:
         dtype: of the products, ``"bfloat16"`` or ``"float16"``.
         float32_flops: dense FLOP/s in float32, without TF32; None where it is not stated.
         link_gb_per_s: what it can send to its neighbours in a node, in 1e9 bytes/s, in one direction.
-        fastest_product: the share of ``flops`` that the fastest product of large matrices has been measured to reach.
+        fastest_product: the share of ``flops`` that the fastest product of large matrices has been measured to reach;
+            0.8, which is usual, where it was not measured.
 
     Example:
         >>> mine = Accelerator("Mine", 1e14, 24, 900, 300, "its data sheet")

@@ -178,7 +178,7 @@ class Tuning:
             if not racing or (enough and (is_late or is_decided([times_ms[rival] for rival in racing]))):
                 break
             others = [Tried(rival, 0.0, 0.0, tuple(times_ms[rival])) for rival in racing if rival != plain]
-            kept = {tried.choice for tried in best_two_thirds(others, may_drop_slower=turn > 0)}
+            kept = {tried.choice for tried in best_two_thirds(others)}
             racing = [rival for rival in racing if rival == plain or rival in kept]
         return times_ms
 
