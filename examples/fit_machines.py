@@ -56,7 +56,7 @@ FITTED: Fitted = {
     "product_half_size": (lambda machine, value: replace(machine, product_half_size=value), 200.0, 2.5),
     "attention_share": (_set_attention_share, 0.35, 1.6),
     "bandwidth_share": (lambda machine, value: replace(machine, bandwidth_share=min(value, 1.0)), 0.7, 1.3),
-    "host_us": (lambda machine, value: replace(machine, host_us=value), 8.0, 1.8),
+    "host_us": (lambda machine, value: replace(machine, host_us=value), 38.0, 1.8),
     "inside_share": (_set_inside, 0.7, 1.4),
     "between_share": (_set_between, 0.6, 1.5),
     "between_latency_us": (_set_latency, 10.0, 2.0),
@@ -128,17 +128,11 @@ def fit(machine: Machine, cases: Sequence[Case], fitted: Fitted, steps: int = 25
         )
         return numpy.concatenate([errors, (values - usual) / spread])
 
-    # Where no step is bound by the host, its time does not matter, so that a fit would not find the steps that are.
-    slow_host = usual + numpy.array([math.log(4) * (name == "host_us") for name in fitted])
-    found = [_descend(residuals, start, steps) for start in (usual, slow_host)]
-    best = min(found, key=lambda pair: pair[1])[0]
-    return set_all(machine, best, fitted, rounded=True)
+    return set_all(machine, _descend(residuals, usual, steps), fitted, rounded=True)
 
 
-def _descend(
-    residuals: Callable[[numpy.ndarray], numpy.ndarray], start: numpy.ndarray, steps: int
-) -> tuple[numpy.ndarray, float]:
-    """Return the values near ``start`` with the least squares of residuals, and that sum (Levenberg, Marquardt)."""
+def _descend(residuals: Callable[[numpy.ndarray], numpy.ndarray], start: numpy.ndarray, steps: int) -> numpy.ndarray:
+    """Return the values near ``start`` with the least squares of residuals (Levenberg, Marquardt)."""
     values, damping = start, 1.0
     now = residuals(values)
     for _ in range(steps):
@@ -159,7 +153,7 @@ def _descend(
         values, now, damping = trial, after, damping / 4
         if done:
             break
-    return values, float(now @ now)
+    return values
 
 
 def errors_of(machine: Machine, cases: Sequence[Case]) -> list[tuple[float, Case]]:

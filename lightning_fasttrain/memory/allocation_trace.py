@@ -141,7 +141,7 @@ class AllocationTrace(AssumedNumbers):
         self._alive: dict[int, tuple[weakref.ref[Any], Allocation]] = {}
         self._period = 0
         self._in_forward = True
-        self._inside: list[str] = []
+        self._inside: list[tuple[str, int | None]] = []  # running modules, and the node that runs their recomputation
         self._module_of_node: dict[int, str] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -189,13 +189,17 @@ class AllocationTrace(AssumedNumbers):
         return self.phase
 
     def _module(self) -> str:
+        number = _number_of_node()
+        self._forget_ended(number)
         if self._inside:
-            return self._inside[-1]
+            return self._inside[-1][0]
         # Hooks do not report modules in a backward, but the node identifies its forward operation.
-        node = _current_node()
-        if node is None:
-            return ""
-        return self._module_of_node.get(node._sequence_nr(), "")
+        return "" if number is None else self._module_of_node.get(number, "")
+
+    def _forget_ended(self, number: int | None) -> None:
+        """Forget modules in which the recomputation of another node has ended, which skips their hooks."""
+        while self._inside and self._inside[-1][1] not in (None, number):
+            self._inside.pop()
 
     def _note(self, tensor: Tensor, module: str, op: str, phase: str) -> Allocation:
         storage = tensor.untyped_storage()
@@ -284,8 +288,9 @@ class AllocationTrace(AssumedNumbers):
             hooks.enter_context(patched(torch.UntypedStorage, "resize_", lambda *args: self._resize(*args)))
             for name, module in model.named_modules():
                 hooks.callback(module.register_forward_pre_hook(partial(self._enter, name)).remove)
-                # Always called: checkpointing ends a recomputation early with an exception inside of entered modules.
-                hooks.callback(module.register_forward_hook(self._leave, always_call=True).remove)
+                # Always called: torch's checkpoint ends a recomputation with an exception inside of entered modules.
+                leave = partial(self._leave, name)
+                hooks.callback(module.register_forward_hook(leave, always_call=True).remove)
             for name, parameter in model.named_parameters():
                 self.mark(parameter, "parameters", name)
                 if parameter.requires_grad:
@@ -296,10 +301,15 @@ class AllocationTrace(AssumedNumbers):
             yield
 
     def _enter(self, name: str, *_: object) -> None:
-        self._inside.append(name)
+        number = _number_of_node()
+        self._forget_ended(number)
+        self._inside.append((name, number))
 
-    def _leave(self, *_: object) -> None:
-        self._inside.pop()
+    def _leave(self, name: str, *_: object) -> None:
+        number = _number_of_node()
+        self._forget_ended(number)
+        if self._inside and self._inside[-1] == (name, number):  # else forgotten by a backward inside of it
+            self._inside.pop()
 
     def _mark_gradient(self, name: str, parameter: Tensor) -> None:
         if parameter.grad is not None:
@@ -337,6 +347,12 @@ def _has_storage(tensor: Tensor) -> bool:
 
 def _current_node() -> Any:
     return torch._C._current_autograd_node()
+
+
+def _number_of_node() -> int | None:
+    """Return the number of the node whose backward runs; None outside of a backward."""
+    node = _current_node()
+    return None if node is None else node._sequence_nr()
 
 
 MOST_ENTRIES = 50_000

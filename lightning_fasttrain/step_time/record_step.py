@@ -57,6 +57,7 @@ class Kernel:
         waits: places in the step of the collectives that must be done before it.
         reads_value: whether the host waits for its result, as in ``.item()``.
         captured: whether it is part of a captured graph, which the host starts as a whole.
+        enters: whether it is the first kernel of a compiled graph.
     """
 
     op: str
@@ -71,6 +72,7 @@ class Kernel:
     waits: tuple[int, ...] = ()
     reads_value: bool = False
     captured: bool = False
+    enters: bool = False
 
     @property
     def size(self) -> float:
@@ -187,7 +189,7 @@ class StepRecorder(Recorder):
     def __init__(self, fuses: bool = False, captures: bool = False) -> None:
         self.fuses, self.captures = fuses, captures
         self.steps: list[RecordedStep] = []
-        self._compiled: set[str] = set()  # names of the modules in compiled blocks
+        self._compiled: dict[str, str] = {}  # name of a module in a compiled block → that of the block
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -197,11 +199,12 @@ class StepRecorder(Recorder):
         self._pending: dict[int, int] = {}  # allocation → place of the collective that fills it
         self._last_reduction: int | None = None
         self._fused: _FusedGroup | None = None
+        self._entered: set[tuple[str, str, int]] = set()  # compiled graphs, by block, phase and micro-batch
 
     def watch(self, model: nn.Module) -> None:
         if self.fuses:
             for name, block in find_blocks(model).items():
-                self._compiled.update(inner for inner, _ in block.named_modules(prefix=name))
+                self._compiled |= {inner: name for inner, _ in block.named_modules(prefix=name)}
 
     def finish(self, micro_batches: int, batches: int, rank: object) -> None:
         assert isinstance(rank, OneRank)
@@ -243,8 +246,11 @@ class StepRecorder(Recorder):
         if kernel.op != "all_gather_copy_in":  # FSDP2 runs it in the stream of its gathers
             for owner, _ in into:
                 self._writers[id(owner)] = len(self._step.events)
-        if self.captures and kernel.module in self._compiled:
-            kernel = replace(kernel, captured=True)
+        block = self._compiled.get(kernel.module)
+        if block is not None:
+            graph = block, kernel.phase, len(self._step.starts)
+            kernel = replace(kernel, captured=self.captures, enters=graph not in self._entered)
+            self._entered.add(graph)
         self._step.events.append(kernel)
 
     def _enter_phase(self, phase: str) -> None:

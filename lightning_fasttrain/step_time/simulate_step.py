@@ -34,6 +34,7 @@ KINDS: tuple[str, ...] = (
 _COMPUTED = KINDS[:4]
 _EXPOSED, _LAUNCHES, _WAITING = KINDS[4:]
 MOST_LAID_OUT = 3  # micro-batches; further ones take as long as the last of them
+_GRAPH_LAUNCHES = 14  # which take the host as long as to enter a compiled graph, with its guards and wrappers
 _AHEAD = 2  # gathers that may exist before the compute stream has taken over the first of them
 
 
@@ -100,7 +101,8 @@ class Timeline:
         tf32: whether products in float32 use TF32.
 
     Attributes:
-        launched: how many kernels, graphs and collectives the host starts before each event.
+        launched: how many kernels, graphs and collectives the host starts before each event, and as long as how many
+            further ones it works for compiled graphs.
     """
 
     events: Sequence[Event]
@@ -120,6 +122,7 @@ class Timeline:
         self._rates = sorted(set(rates))
         place_of = {rate: place for place, rate in enumerate(self._rates)}
         self._rate = numpy.array([place_of[rate] for rate in rates], dtype=int)
+        self._enters = numpy.array([kernel.enters for kernel in kernels], dtype=float)
         self._kind = numpy.array([_COMPUTED.index(_kind_of_time(kernel)) for kernel in kernels], dtype=int)
         self._find_points()
 
@@ -138,8 +141,11 @@ class Timeline:
         launched, in_graph = 0, False
         for place, event in enumerate(self.events):
             before = len(self._order)
-            captured = isinstance(event, Kernel) and event.captured
-            launched += 0 if captured and in_graph else 1
+            captured = enters = False
+            if isinstance(event, Kernel):
+                captured, enters = event.captured, event.enters
+            launched += _GRAPH_LAUNCHES * enters
+            launched += 0 if captured and in_graph and not enters else 1
             in_graph = captured
             self.launched.append(launched - 1)
             if isinstance(event, Collective):
@@ -178,6 +184,7 @@ class Timeline:
             update_us = machine.host_us if machine.update_us is None else machine.update_us
             is_update = self._kind == _COMPUTED.index("optimizer")
             seconds = seconds + numpy.where(is_update, update_us, machine.host_us) * 1e-6
+            seconds += self._enters * _GRAPH_LAUNCHES * machine.host_us * 1e-6
         done = numpy.concatenate([[0.0], numpy.cumsum(seconds)])
         computed = numpy.bincount(self._kind, seconds, len(KINDS))
         by_kind: dict[str, float] = dict(zip(KINDS, computed.tolist(), strict=True))

@@ -1,5 +1,7 @@
 """What a traced step computes and sends, against closed forms, torch's own count and the formulas of traffic."""
 
+from collections import Counter
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -158,6 +160,23 @@ def test_compiled_blocks_move_fewer_bytes_for_the_same_flops():
         for step in (plain, fused)
     ]
     assert moved[1] < 0.9 * moved[0]
+
+
+def test_each_pass_through_a_compiled_block_enters_a_graph():
+    recomputed = {"techniques": [ft.ActivationCheckpointing()]}
+    entered = Counter(kernel.phase for kernel in recorded(blocks(), fuses=True, **recomputed).kernels if kernel.enters)
+    assert entered == {"forward": 3, "recomputation": 3, "backward": 3}
+    assert not any(kernel.enters for kernel in recorded(blocks()).kernels)
+
+
+def test_kernels_after_a_recomputation_are_in_no_module_of_it():
+    """It ends with an exception inside of a module, before the hooks that follow its forward."""
+    plain = recorded(blocks(), fuses=True)
+    again = recorded(blocks(), fuses=True, techniques=[ft.ActivationCheckpointing()])
+    update = [[kernel for kernel in step.kernels if kernel.phase == "optimizer step"] for step in (plain, again)]
+    assert update[0] == update[1]
+    modules = [{kernel.module for kernel in step.kernels if kernel.phase == "backward"} for step in (plain, again)]
+    assert modules[0] == modules[1]
 
 
 def test_what_a_fused_group_frees_is_not_written():

@@ -63,6 +63,17 @@ def test_a_step_of_small_kernels_takes_what_the_host_needs():
     assert time_of([kernel(20), *[kernel(0)] * 10], machine).seconds == 20
 
 
+@pytest.mark.parametrize("captured", [False, True])
+def test_entering_a_compiled_graph_keeps_the_host_busy(captured):
+    machine = replace(SLOW, host_us=1e6)
+    graph = [kernel(0, enters=True, captured=captured), kernel(0, captured=captured)]
+    simulated = time_of([kernel(0), *graph, *graph], machine)
+    # 14 times as long as a launch for each, beside the launches: of a captured graph there is one.
+    assert simulated.seconds == 2 * 14 + (2 if captured else 4)
+    waits_for_the_host = replace(machine, runs_ahead=False)
+    assert time_of([kernel(0), *graph], waits_for_the_host).seconds == 14 + 3
+
+
 def test_what_is_in_the_cache_moves_at_its_rate():
     two_bytes_are_cached = replace(SLOW, cache_mib=2 / 2**20, cached_gb_per_s=4e-9)
     assert time_of([kernel(2)], two_bytes_are_cached).seconds == pytest.approx(0.5)
