@@ -150,7 +150,8 @@ def _usual_seconds(device: torch.device, run: Callable[[], object]) -> float:
     """Return the median seconds of ``run``, repeated for a while after a first time that warms up.
 
     The least would be too good: a step is a sum of kernels of which few are at their best. Ranks measure at the same
-    time, as they train, since they share the cores and the memory of a host.
+    time, as they train, since they share the cores and the memory of a host; of them it is the mean, since the median
+    of short runs does not have the time in which another rank has the core.
     """
     run()
     if dist.is_initialized():
@@ -158,7 +159,8 @@ def _usual_seconds(device: torch.device, run: Callable[[], object]) -> float:
     taken, until = [time_ms(device, run)], time.perf_counter() + _SECONDS_EACH
     while time.perf_counter() < until:
         taken.append(time_ms(device, run))
-    return statistics.median(taken) / 1e3
+    usual = statistics.fmean if dist.is_initialized() else statistics.median
+    return usual(taken) / 1e3
 
 
 def _draw(device: torch.device, *shape: int, dtype: torch.dtype) -> Tensor:
