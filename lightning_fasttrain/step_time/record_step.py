@@ -360,10 +360,8 @@ def _describe_kernel(call: Call, result: object, reads: "Moved", writes: "Moved"
     dtype = str(typed[0].dtype).removeprefix("torch.") if typed else ""
     if kind in (ATTENTION, ATTENTION_BACKWARD) and _is_causal(call) and _skips_what_is_masked(name, shapes):
         flops, name = flops // 2, f"{name}{_CAUSAL}"
-    elif (
-        name in _CONVOLUTIONS and args[_CONVOLUTIONS[name] + 6]
-    ):  # the dimensions of its weight are the other way round
-        name = f"{name} (transposed)"
+    elif name in _CONVOLUTIONS and args[_CONVOLUTIONS[name] + 6]:
+        name = f"{name} (transposed)"  # the dimensions of its weight are the other way round
     return Kernel(name, kind, phase, module, dtype, flops, _total(reads), _total(writes), shapes)
 
 

@@ -163,15 +163,7 @@ class Tuning:
         times_ms: dict[Choice, list[float]] = {rival: [] for rival in rivals}
         plain, racing = rivals[0], list(rivals)
         for turn in range(_MOST_TURNS):
-            for rival in racing:
-                self.progress.say(f"turn {turn + 1}: {rival}")
-                try:
-                    times_ms[rival].append(watch.time(rival).ms)
-                except Exception as error:
-                    self.progress.say(f"{rival} fails: {first_line(error)}")
-                    del times_ms[rival]
-                    if not times_ms:
-                        raise
+            self._run_each(watch, racing, times_ms, f"turn {turn + 1}")
             racing = [rival for rival in racing if rival in times_ms]
             enough = turn + 1 >= _FEWEST_TURNS
             is_late = time.monotonic() > self.began + self.seconds
@@ -181,6 +173,18 @@ class Tuning:
             kept = {tried.choice for tried in best_two_thirds(others)}
             racing = [rival for rival in racing if rival == plain or rival in kept]
         return times_ms
+
+    def _run_each(self, watch: Stopwatch, racing: list[Choice], times_ms: dict[Choice, list[float]], turn: str) -> None:
+        """Add a time of each choice to those known, and drop the times of one that fails."""
+        for rival in racing:
+            self.progress.say(f"{turn}: {rival}")
+            try:
+                times_ms[rival].append(watch.time(rival).ms)
+            except Exception as error:
+                self.progress.say(f"{rival} fails: {first_line(error)}")
+                del times_ms[rival]
+                if not times_ms:
+                    raise
 
 
 def list_fitting(plan: Plan) -> list[Choice]:
