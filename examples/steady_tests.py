@@ -5,7 +5,8 @@
 
 Half of the runs share the machine with a process that keeps one core busy; a quarter have torch's kernels for older
 processors, by ``ATEN_CPU_CAPABILITY``; in every second one the test files come in random order. The file is written
-after each run, with its commit, so that nothing is lost when it is stopped; a run that is on file is not repeated.
+after each run, with its commit, so that nothing is lost when it is stopped; a run that is on file is not repeated, and
+a file goes on only on the hardware and with the versions that it names.
 Arguments after ``--`` are those of pytest, after the README's own.
 """
 
@@ -98,7 +99,11 @@ def main():
     from lightning_fasttrain.core.device import hardware, versions
 
     found = json.loads(options.out.read_text()) if options.out.exists() else {}
-    found |= {"hardware": hardware(), "versions": versions(), "arguments": arguments}
+    where = {"hardware": hardware(), "versions": versions(), "arguments": arguments}
+    differs = [name for name in where if found.get(name, where[name]) != where[name]]
+    if differs:
+        parser.error(f"{options.out} has other {' and '.join(differs)} than here; its runs do not count with new ones.")
+    found |= where
     runs = found.setdefault("runs", [])
     for run in range(len(runs), options.runs):
         conditions = conditions_of(run)
