@@ -236,6 +236,17 @@ def step_as_trainer(
         release_gradients_(parameters_of(optimizer))
 
 
+def leave_states(trace: AllocationTrace, optimizer: Optimizer, planned: PredictedStep) -> None:
+    """Leave what :func:`step_as_trainer` does, gradients and the optimizer's state, without a forward and backward."""
+    for parameter in parameters_of(optimizer):
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+            trace.mark(parameter.grad, "gradients")
+    _update(trace, optimizer, planned)
+    if planned.releases:
+        release_gradients_(parameters_of(optimizer))
+
+
 def step_by_itself(
     trace: AllocationTrace, forward: Forward, batch: object, optimizers: Sequence[Optimizer], planned: PredictedStep
 ) -> None:

@@ -25,14 +25,14 @@ from lightning_fasttrain.model.activation_checkpointing import ActivationCheckpo
 from lightning_fasttrain.planner.cluster_plan import RECOMPUTED, ClusterPlan, Layout, PlannedLayout
 from lightning_fasttrain.step_time.accelerators import ACCELERATORS
 from lightning_fasttrain.step_time.machine import Link, Machine, read_machine
-from lightning_fasttrain.step_time.predict_time import TimeReport, predict_time
+from lightning_fasttrain.step_time.predict_time import TimeReport, predict_on
 from lightning_fasttrain.strategy.choose_strategy import unfit_family
 from lightning_fasttrain.strategy.memory_limits import check_headroom, gib
-from lightning_fasttrain.strategy.zero.zero_states import make_optimizer
+from lightning_fasttrain.strategy.zero.zero_states import ZeROSizes, make_optimizer
 from lightning_fasttrain.technique import Technique
 from lightning_fasttrain.technique.declarations import Facts, add_model
 
-_DEPTHS = 4, 5  # blocks of the models on which layouts are compared: fewer do not hold all that is prefetched
+_DEPTHS = 3, 4  # blocks of the models on which layouts are compared: fewer do not hold all that is prefetched
 _MOST_RANKS_PER_BATCH = 16
 _MOST_TOKENS = 2**15  # of a micro-batch: larger ones compute hardly faster
 _CURVE, _MOST_LINES = (0.5, 1, 2), 3  # times the devices; strategies
@@ -284,6 +284,8 @@ class _Predictor:
         self.net, self.batch, self.techniques, self.given, self.tell = net, batch, techniques, given, tell
         self.size = batch_size(batch)
         self.shallow, self.times, self.depth = _make_shallow(net)
+        # ZeRO reduces gradients by buckets: with several blocks in each, a step is not in proportion to the blocks.
+        self.fills_buckets = _count_weights(self.shallow) >= ZeROSizes.reduce_bucket
         self.known: dict[tuple[Layout, bool], _Point] = {}
         facts, given_kinds = add_model(Facts("cuda"), net), {type(one) for one in techniques}
         has_logits = count_batch(batch)[1] > 0 and FusedLossHead.why_not(facts) is None
@@ -293,7 +295,8 @@ class _Predictor:
             self.recomputed = RECOMPUTED
 
     def predict(self, layout: Layout, exact: bool) -> _Point:
-        exact = exact or not self.shallow
+        in_proportion = self.fills_buckets or not layout.strategy.startswith("zero")
+        exact = exact or not (self.shallow and in_proportion)
         if (layout, exact) not in self.known:
             self.tell(f"{len(self.known) + 1} layouts: {layout}")
             nets = self.shallow
@@ -301,14 +304,14 @@ class _Predictor:
                 nets = [self.net]
             with quiet_libraries(), warnings.catch_warnings():  # about layouts that are left out, too
                 warnings.simplefilter("ignore")
-                points = [_Point.of(self._predict(net, layout)) for net in nets]
+                points = [_Point.of(self._predict(net, layout, exact)) for net in nets]
             self.known[layout, exact] = points[0]
             if not exact:
                 self.known[layout, exact] = points[0].continued(points[1], self.times)
         return self.known[layout, exact]
 
-    def _predict(self, net: nn.Module, layout: Layout) -> TimeReport:
-        return predict_time(
+    def _predict(self, net: nn.Module, layout: Layout, exact: bool) -> TimeReport:
+        return predict_on(
             net,
             resize_batch(self.batch, self.size, layout.micro_batch),
             devices=layout.devices,
@@ -316,6 +319,7 @@ class _Predictor:
             strategy=layout.make_strategy(),
             techniques=[*self.techniques, *layout.techniques()],
             accumulate=layout.accumulate,
+            warms_up=exact,
             **self.given,
         )
 
@@ -359,6 +363,12 @@ def _make_shallow(net: nn.Module) -> tuple[list[nn.Module], float, int]:
         del kept[depth:]
         made.append(copied)
     return made, (len(blocks) - _DEPTHS[1]) / (_DEPTHS[1] - _DEPTHS[0]), len(blocks)
+
+
+def _count_weights(shallow: Sequence[nn.Module]) -> int:
+    """Return the elements of one block's parameters: what the deepest model has more than the others; 0 for none."""
+    counts = [sum(parameter.numel() for parameter in net.parameters()) for net in shallow]
+    return counts[-1] - counts[0] if counts else 0
 
 
 class _Search:

@@ -167,18 +167,52 @@ def predict_time(
         documentation, with the command that prints it.
     """
     one_of("precision", precision, PREDICTED_PRECISIONS)
-    profile = read_machine(gpu if machine is None else machine)
+    return predict_on(
+        module,
+        batch,
+        machine=read_machine(gpu if machine is None else machine),
+        devices=devices,
+        nodes=nodes,
+        strategy=strategy,
+        techniques=techniques,
+        precision=precision,
+        accumulate=accumulate,
+        loss=loss,
+        optimizer=optimizer,
+    )
+
+
+def predict_on(
+    module: nn.Module | Factory,
+    batch: object,
+    *,
+    machine: Machine,
+    devices: int,
+    nodes: int,
+    strategy: object,
+    techniques: Sequence[Technique],
+    precision: str,
+    accumulate: int,
+    loss: Loss | None,
+    optimizer: Optimizer | Callable[[Any], Optimizer] | None,
+    warms_up: bool = True,
+) -> TimeReport:
+    """Predict as :func:`predict_time` does, on a machine that has been read; ``warms_up`` as in predictions of memory.
+
+    Raises:
+        ValueError: a strategy or technique that offloads, and as for :func:`predict_time`.
+    """
     _refuse_uneven(devices, nodes)
-    offloading = [technique for technique in techniques if isinstance(technique, ActivationOffload)]
-    if isinstance(strategy, ShardsFakeModel) and strategy.offloads:
-        offloading = [strategy, *offloading]
-    if offloading:
-        _refuse_offload(offloading[0])
     if strategy is None and devices > 1:
         why = "the strategy decides what each device computes and sends"
         raise ValueError(
             explain(f"devices={devices} without strategy=", why, "Pass strategy=FSDP2Strategy(), or 'ddp'")
         )
+    offloading = [technique for technique in techniques if isinstance(technique, ActivationOffload)]
+    if isinstance(strategy, ShardsFakeModel) and strategy.offloads:
+        offloading = [strategy, *offloading]
+    if offloading:
+        _refuse_offload(offloading[0])
     techniques, batch = check_together(techniques), batch_of(batch)
     recorder = recorder_for(techniques)
     (memory,) = predict_strategies(
@@ -189,19 +223,20 @@ def predict_time(
         optimizer=optimizer,
         techniques=techniques,
         precision=precision,
-        device="cuda" if profile.runs_ahead else "cpu",
+        device="cuda" if machine.runs_ahead else "cpu",
         world=devices,
         accumulate=accumulate,
         recorder=recorder,
+        warms_up=warms_up,
     )
     states = recorder.rank.states
     if states is not None and states.host:
         _refuse_offload(strategy)
     tf32 = uses_tf32(techniques)
     # Where values that the code reads decide shapes, the longest step.
-    (longest, step), *others = simulate_recorded(recorder, profile, tf32, devices // nodes)
+    (longest, step), *others = simulate_recorded(recorder, machine, tf32, devices // nodes)
     shortest = min([longest.seconds, *(one.seconds for one, _ in others)])
-    return _report(longest, shortest, step, memory, profile, recorder, batch, nodes, precision, tf32)
+    return _report(longest, shortest, step, memory, machine, recorder, batch, nodes, precision, tf32)
 
 
 def simulate_recorded(

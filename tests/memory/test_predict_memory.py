@@ -20,8 +20,10 @@ from lightning_fasttrain.bench.gpt import GPTConfig, GPTModule
 from lightning_fasttrain.finetune import QuantizedBase, quantize_base_, quantized_bytes
 from lightning_fasttrain.memory import MemoryReport, count_flops
 from lightning_fasttrain.memory.fake_step import fake_model
+from lightning_fasttrain.memory.predict_memory import predict_strategies
 from lightning_fasttrain.profiling import PeakMemory
 from lightning_fasttrain.profiling.memory_record import CATEGORIES
+from lightning_fasttrain.step_time.record_step import StepRecorder
 from lightning_fasttrain.technique import Technique
 from tests.support.nets import LazyLM, TinyLM, as_loader, fit, lm_batches, trainer
 
@@ -451,6 +453,23 @@ def test_more_than_two_micro_batches_do_not_change_the_peak():
         for n in (2, 8)
     )
     assert two == pytest.approx(4 * eight, rel=0.01)
+
+
+@pytest.mark.parametrize(("strategy", "world"), [(None, 1), ("ddp", 4), (ft.FSDP2Strategy(), 4)])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_an_update_alone_warms_up_as_a_whole_step_does(strategy, world, parts):
+    specimen = SMALL["uneven"]
+    batch = tuple(torch.cat([tensor] * 4) for tensor in specimen.batch())
+    techniques = [ft.MicroBatching(parts)] if parts > 1 else []
+    recorders, reports = [StepRecorder(), StepRecorder()], []
+    for recorder, warms_up in zip(recorders, (True, False), strict=True):
+        settings = {"techniques": techniques, "world": world, "recorder": recorder, "warms_up": warms_up}
+        reports += predict_strategies(specimen.module, batch, [strategy], device="cpu", **settings)
+    whole, quick = reports
+    assert whole.peaks["optimizer state"] > 0
+    assert quick.peak_bytes == whole.peak_bytes
+    assert quick.at_peak["optimizer state"] == whole.at_peak["optimizer state"]
+    assert recorders[1].steps == recorders[0].steps
 
 
 def test_a_value_read_from_a_tensor_is_assumed_with_a_note():

@@ -95,27 +95,48 @@ def test_the_curve_and_all_rows_are_direct_predictions():
         assert point.hours == pytest.approx(1e9 / (4 * 4096) * report.seconds / 3600)
 
 
-def test_a_deep_model_is_compared_on_shallow_ones():
-    def deep():
-        return nn.ModuleDict({"blocks": nn.ModuleList(net(12))})
+def deep():
+    return nn.ModuleDict({"blocks": nn.ModuleList(net(12))})
 
-    def loss(net, x):
-        for block in net["blocks"]:
-            x = block(x)
-        return x.float().square().sum()
 
-    settings = {"machine": machine_of(640), "devices": 4, "top": 3, "loss": loss}
-    plan = planned(deep, **settings)
-    assert any("on 4 and 5 of its 12 blocks" in note for note in plan.notes)
+def loss_of_deep(net, x):
+    for block in net["blocks"]:
+        x = block(x)
+    return x.float().square().sum()
+
+
+def check_rows(plan, machine, seconds, peak_bytes, precision="bf16-mixed"):
+    """Hold each row to the prediction of the whole model: the first, and those of ZeRO, exactly, others nearly."""
     for row in plan.rows:
-        batch = torch.zeros(row.layout.micro_batch, WIDTH)
-        direct = {"strategy": row.layout.make_strategy(), "accumulate": row.layout.accumulate, "devices": 4}
-        techniques = row.layout.techniques()
         report = ft.predict_time(
-            deep, batch, **direct, **{**STEP, "loss": loss}, machine=settings["machine"], techniques=techniques
+            deep,
+            torch.zeros(row.layout.micro_batch, WIDTH),
+            strategy=row.layout.make_strategy(),
+            accumulate=row.layout.accumulate,
+            devices=4,
+            techniques=row.layout.techniques(),
+            precision=precision,
+            machine=machine,
+            **{**STEP, "loss": loss_of_deep},
         )
-        assert row.seconds == pytest.approx(report.seconds, rel=0 if row is plan.chosen else 0.02)
-        assert row.peak_bytes == pytest.approx(report.peak_bytes, rel=0 if row is plan.chosen else 0.05)
+        is_whole = row is plan.chosen or row.layout.strategy.startswith("zero")
+        assert row.seconds == pytest.approx(report.seconds, rel=0 if is_whole else seconds)
+        assert row.peak_bytes == pytest.approx(report.peak_bytes, rel=0 if is_whole else peak_bytes)
+
+
+def test_a_deep_model_is_compared_on_shallow_ones():
+    machine = machine_of(640)
+    plan = planned(deep, machine=machine, devices=4, top=3, loss=loss_of_deep)
+    assert any("on 3 and 4 of its 12 blocks" in note for note in plan.notes)
+    check_rows(plan, machine, seconds=0.02, peak_bytes=0.05)
+
+
+def test_zero_is_predicted_on_all_blocks_where_its_buckets_hold_several():
+    # The buckets are as large as the model, so that a shallow one has smaller ones.
+    machine = machine_of(640)
+    plan = planned(deep, machine=machine, devices=4, top=9, loss=loss_of_deep, precision="32-true")
+    assert sum(row.layout.strategy.startswith("zero") for row in plan.rows) >= 2
+    check_rows(plan, machine, seconds=0.02, peak_bytes=0.05, precision="32-true")
 
 
 def test_what_cannot_fit_is_refused_with_its_shortfall_and_a_way_out():
