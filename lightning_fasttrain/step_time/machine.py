@@ -83,6 +83,8 @@ class Machine(Report):
         error_90: the relative error that 90% of predictions stay below, where it is known.
         runs_ahead: whether the host starts kernels before earlier ones are done, as with a GPU.
         update_us: what the host needs for a kernel of the optimizer where it does not run ahead; None: ``host_us``.
+        sharding_us: what the host needs for the hooks of FSDP2 around a gather or a reduction, in µs; 0 where that is
+            not measured.
 
     Raises:
         ValueError: ``peak_flops`` and ``product_share`` are empty, or have different keys; an unknown name in
@@ -114,6 +116,7 @@ class Machine(Report):
     error_90: NonNegativeFloat | None = None
     runs_ahead: bool = field(default=True)
     update_us: NonNegativeFloat | None = None
+    sharding_us: NonNegativeFloat = 0.0
     cache_mib: NonNegativeFloat = 0.0
     cached_gb_per_s: PositiveFloat = 1.0
     by_dtype: Mapping[str, Mapping[str, NonNegativeFloat]] = field(default_factory=dict)

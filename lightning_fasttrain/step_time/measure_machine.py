@@ -16,12 +16,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.device import hardware, time_ms
 from lightning_fasttrain.memory.predict_memory import predict_strategies
 from lightning_fasttrain.step_time.accelerators import ACCELERATORS
-from lightning_fasttrain.step_time.machine import TF32, USUAL, Link, Machine, machine_of
+from lightning_fasttrain.step_time.machine import TF32, USUAL, Link, Machine, collective_seconds, machine_of
 from lightning_fasttrain.step_time.record_step import StepRecorder
 from lightning_fasttrain.step_time.simulate_step import Timeline
 
@@ -29,6 +31,7 @@ _SECONDS_EACH = 0.4  # of one measurement, about
 _BYTES = {"cpu": 2**26, "cuda": 2**29}  # of the tensors that element-wise kernels read
 _CACHED_BYTES = tuple(2**power for power in (18, 20, 22, 24))  # of those that may be in a CPU's cache
 _SIDES = {"cpu": (128, 256, 512, 1024), "cuda": (512, 1024, 2048, 4096, 8192)}
+_SHARDED_RUNS = 24
 _UNKNOWN_LINK = Link(1, 100, 1.0)  # gloo on one machine is of this order
 
 
@@ -123,7 +126,7 @@ def _measure(device: torch.device) -> Machine:
         **taken,
         **bounds,
     )
-    return replace(machine, **_measure_host(device, machine))
+    return replace(machine, **_measure_host(device, machine), sharding_us=_measure_sharding(device, machine))
 
 
 def _measure_precisions(device: torch.device) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
@@ -270,26 +273,31 @@ class _SmallBlock(nn.Module):
         return hidden + self.mlp(self.norm_mlp(hidden))
 
 
+_SMALL_BLOCKS = 8
+
+
+def _build_small() -> nn.Sequential:
+    return nn.Sequential(*[_SmallBlock() for _ in range(_SMALL_BLOCKS)])
+
+
+def _mean_of(net: nn.Module, batch: Tensor) -> Tensor:
+    return net(batch).mean()
+
+
 def _measure_host(device: torch.device, machine: Machine) -> dict[str, float]:
     """Return the µs that the host needs for a kernel, by a step of a network whose kernels have hardly any work.
 
     Where it does not run ahead, it needs less for those of the optimizer, which have no graph.
     """
 
-    def build() -> nn.Module:
-        return nn.Sequential(*[_SmallBlock() for _ in range(8)])
-
-    def loss(net: nn.Module, batch: Tensor) -> Tensor:
-        return net(batch).mean()
-
     recorder, batch = StepRecorder(), torch.ones(2, 4, 16)
-    settings = {"loss": loss, "optimizer": torch.optim.AdamW, "device": device.type, "recorder": recorder}
-    predict_strategies(build, batch, [None], **settings)
-    net = build().to(device)
+    settings = {"loss": _mean_of, "optimizer": torch.optim.AdamW, "device": device.type, "recorder": recorder}
+    predict_strategies(_build_small, batch, [None], **settings)
+    net = _build_small().to(device)
     optimizer, batch = torch.optim.AdamW(net.parameters()), batch.to(device)
 
     def backward() -> None:
-        loss(net, batch).backward()
+        _mean_of(net, batch).backward()
 
     def step() -> None:
         backward()
@@ -305,6 +313,27 @@ def _measure_host(device: torch.device, machine: Machine) -> dict[str, float]:
         seconds = _usual_seconds(device, run) - Timeline(part, 1).simulate(machine).seconds
         found[name] = max(seconds, 0.0) / len(part) * 1e6
     return found
+
+
+def _measure_sharding(device: torch.device, machine: Machine) -> float:
+    """Return the µs of FSDP2's hooks around a collective, by a network with blocks sharded or not; 0 for one rank."""
+    if not dist.is_initialized() or dist.get_world_size() < 2:
+        return 0.0
+    ranks = range(dist.get_world_size())
+    mesh = init_device_mesh(device.type, (len(ranks),))
+    plain, sharded = _build_small().to(device), _build_small().to(device)
+    for block in sharded:
+        fully_shard(block, mesh=mesh)
+    fully_shard(sharded, mesh=mesh)
+    batch, seconds = torch.ones(2, 4, 16, device=device), []
+    for net in (plain, sharded):
+        # As many in each rank, whose collectives belong together.
+        taken = [time_ms(device, lambda net=net: _mean_of(net, batch).backward()) for _ in range(_SHARDED_RUNS)]
+        seconds.append(statistics.fmean(taken[2:]) / 1e3)
+    nbytes = sum(parameter.nbytes for parameter in plain[0].parameters())
+    kinds = "all-gather", "all-gather", "reduce-scatter"  # in the forward, and in the backward
+    sent = sum(collective_seconds(kind, nbytes, ranks, machine, len(ranks)) for kind in kinds)
+    return max((seconds[1] - seconds[0]) / _SMALL_BLOCKS - sent, 0.0) / len(kinds) * 1e6
 
 
 def _measure_link(device: torch.device) -> Link | None:

@@ -114,6 +114,7 @@ class Collective:
         stream: ``"gathers"``, ``"reductions"``, or ``"exchanges"`` of activations.
         after: place of the kernel that writes its input; -1 if that was written before.
         waits: places of the collectives that must be done before it.
+        hooked: whether FSDP2's hooks start it, which takes the host time of its own.
     """
 
     kind: str
@@ -122,6 +123,7 @@ class Collective:
     stream: str
     after: int = -1
     waits: tuple[int, ...] = ()
+    hooked: bool = False
 
 
 Event = Kernel | Collective
@@ -305,7 +307,8 @@ class StepRecorder(Recorder):
             self._pending.update((id(owner), place) for owner, _ in _find_owners(trace, _measure(outputs)))
         if stream == REDUCTIONS:
             self._last_reduction = place
-        self._step.events.append(Collective(kind, nbytes, _ranks_of(args), stream, after, tuple(sorted(waits))))
+        hooked = not functional
+        self._step.events.append(Collective(kind, nbytes, _ranks_of(args), stream, after, tuple(sorted(waits)), hooked))
 
     def _fuse(
         self,

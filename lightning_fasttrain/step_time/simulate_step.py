@@ -251,7 +251,7 @@ class _Streams:
     def _compute(self, first: int, end: int) -> None:
         """Run the kernels from ``first`` to ``end`` one after the other, none before the host starts it."""
         begins = free = self.compute - float(self.done[first])
-        if self.host_s:
+        if self.machine.runs_ahead:
             begins = max(free, float(self.lead[first:end].max()) + self.late)
         self.by_kind[_WAITING if self.waited else _LAUNCHES] += begins - free
         self.waited = self.waited and begins == free
@@ -260,6 +260,8 @@ class _Streams:
     def _start(self, place: int) -> None:
         event = self.timeline.events[place]
         assert isinstance(event, Collective)
+        if event.hooked:
+            self._occupy_host(self.machine.sharding_us * 1e-6)
         what = event.kind, event.nbytes, event.ranks, self.machine
         seconds = collective_seconds(*what, self.timeline.devices_per_node)
         if seconds:
@@ -276,6 +278,13 @@ class _Streams:
             self.gathers.append(place)
         self.free[event.stream] = max(ready) + seconds
         self.spans[place] = seconds, max(ready) + seconds
+
+    def _occupy_host(self, seconds: float) -> None:
+        if self.machine.runs_ahead:
+            self.late += seconds
+        else:
+            self.compute += seconds
+            self.by_kind[_LAUNCHES] += seconds
 
     def _wait(self, place: int) -> None:
         """Let the compute stream wait for a collective, which has disturbed it meanwhile."""

@@ -1,13 +1,17 @@
 """The machine at hand, measured."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_fasttrain.core.device import peak_flops
 from lightning_fasttrain.step_time import measure_machine, read_machine
 from lightning_fasttrain.step_time import measure_machine as function
+from lightning_fasttrain.step_time.machine import Link
 
 
 @pytest.fixture
@@ -70,3 +74,23 @@ def test_a_link_is_found_by_the_times_of_gathers_and_reductions(quick, monkeypat
     assert link.gb_per_s * link.share == pytest.approx(2, rel=0.01)
     assert link.latency_us == pytest.approx(5, rel=0.2)  # the little one is not nothing
     assert link.reduce_factor == pytest.approx(3)
+
+
+def test_the_hooks_of_sharding_are_found_by_a_network_with_and_without_them(quick, monkeypatch):
+    machine = replace(read_machine("H100"), inside=Link(1, 100, 1.0, reduce_factor=3.0))
+
+    def pretend(device, run):
+        """30 µs a collective, besides 200 µs to gather and 600 µs to reduce among three ranks, and 8,896 bytes."""
+        run()
+        (net,) = run.__defaults__
+        sent = 5 * (200 + 8_896 * 2 / 3 / 1000)
+        return 1.0 + isinstance(net, FSDPModule) * 8 * (3 * 30 + sent) / 1000
+
+    monkeypatch.setattr(quick, "time_ms", pretend)
+    assert quick._measure_sharding(torch.device("cpu"), machine) == 0
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=3)
+    try:
+        found = quick._measure_sharding(torch.device("cpu"), machine)
+    finally:
+        dist.destroy_process_group()
+    assert found == pytest.approx(30, rel=0.01)

@@ -74,6 +74,19 @@ def test_entering_a_compiled_graph_keeps_the_host_busy(captured):
     assert time_of([kernel(0), *graph], waits_for_the_host).seconds == 14 + 3
 
 
+def test_hooks_of_sharding_keep_the_host_busy():
+    machine = replace(SLOW, sharding_us=2e6)
+    events = [gather(1, hooked=True), kernel(1), gather(1, hooked=True), kernel(1)]
+    # The host starts the first kernel at 2 s, and the second at 4 s.
+    ahead = time_of(events, machine)
+    assert (ahead.seconds, ahead.by_kind["launches"]) == (5, 3)
+    assert time_of([kernel(9), *events], machine).seconds == 11
+    assert time_of([replace(event, hooked=False) for event in events if event != kernel(1)], machine).seconds == 2
+    # Where the host computes, it does so after each of the two.
+    beside = time_of(events, replace(machine, runs_ahead=False))
+    assert (beside.seconds, beside.by_kind["launches"]) == (6, 4)
+
+
 def test_what_is_in_the_cache_moves_at_its_rate():
     two_bytes_are_cached = replace(SLOW, cache_mib=2 / 2**20, cached_gb_per_s=4e-9)
     assert time_of([kernel(2)], two_bytes_are_cached).seconds == pytest.approx(0.5)
