@@ -1,6 +1,7 @@
 """Predict the memory that a training step will need, and count its FLOPs, without allocating anything."""
 
 import functools
+import gc
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -217,9 +218,21 @@ def predict_strategies(
         planned = PredictedStep(group[0].precision(precision), device == "cuda", window=accumulate)
         surgery = _ask(techniques, planned)
         step = _Step(module, batch, loss, optimizer, surgery, planned, recorder or Recorder(), warms_up)
-        reports = _find_range(functools.partial(_predict, step, group, device, precision), find_longest_axis(batch))
+        with _collecting_rarely():
+            reports = _find_range(functools.partial(_predict, step, group, device, precision), find_longest_axis(batch))
         found.update(zip(group, reports, strict=True))
     return [found[one] for one in ranks]
+
+
+@contextmanager
+def _collecting_rarely() -> Iterator[None]:
+    """Collect garbage more rarely: a trace makes many objects at once that live until its end."""
+    before = gc.get_threshold()
+    gc.set_threshold(30 * before[0], *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 @dataclass(frozen=True)

@@ -387,6 +387,19 @@ def test_a_model_with_configure_model_is_not_built():
     assert module.embed is None
 
 
+def test_garbage_is_collected_as_before_after_a_prediction():
+    before, during = gc.get_threshold(), []
+
+    def fail(net, batch):
+        during.append(gc.get_threshold())
+        raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        of_chain(linear(), batch=torch.zeros(1, 256), loss=fail)
+    assert during[0][0] > before[0]
+    assert gc.get_threshold() == before
+
+
 def test_an_existing_model_is_neither_changed_nor_copied():
     specimen = SMALL["gpt"]
     module, batch = specimen.module(), specimen.batch()

@@ -53,6 +53,9 @@ def test_the_table_of_ranks_is_that_of_its_files():
 
     assert rows == [[strategy, *(error_of(file, strategy) for file in files)] for strategy, *_ in rows]
     assert len(rows) == len({row["strategy"] for row in files[0]["rows"]})
+    means = [file["mean_error"] for file in files]
+    assert "The mean errors are {:.1%} and {:.1%}".format(*means) in PAGE
+    assert max(means) <= 0.20
 
 
 def test_the_goals_hold_on_rows_that_were_held_out():
