@@ -25,7 +25,13 @@ from lightning_fasttrain.core.safe_load import read_json
 from lightning_fasttrain.step_time.accelerators import ACCELERATORS, Accelerator, find_accelerator, find_device
 
 TF32 = "tf32"
-BY_DTYPE = ("product_half_size", "attention_share", "attention_backward_share")
+BY_DTYPE = (
+    "product_half_size",
+    "attention_share",
+    "attention_backward_share",
+    "attention_half_length",
+    "attention_backward_half_length",
+)
 
 
 @check_arguments
@@ -66,8 +72,7 @@ class Machine(Report):
         bandwidth_share: the share of it that element-wise kernels reach.
         cache_mib: as much of what an element-wise kernel moves is in a cache, in MiB; 0 where that is not measured.
         cached_gb_per_s: what element-wise kernels reach there, in 1e9 bytes/s.
-        by_dtype: dtype → values of ``product_half_size``, ``attention_share`` and ``attention_backward_share`` that
-            differ in it.
+        by_dtype: dtype → values of ``product_half_size`` and of what begins with ``attention`` that differ in it.
         transcendental_ns: the least time of an element in kernels with an exponential, a logarithm or the like, in ns.
         random_ns: the same in kernels that draw random numbers; 0 where these and those are bound by memory.
         kernel_us: the least time of a kernel on the device, in µs.
@@ -83,6 +88,8 @@ class Machine(Report):
         error_90: the relative error that 90% of predictions stay below, where it is known.
         runs_ahead: whether the host starts kernels before earlier ones are done, as with a GPU.
         update_us: what the host needs for a kernel of the optimizer where it does not run ahead; None: ``host_us``.
+        attention_half_length: attention over s tokens reaches ``attention_share · s / (s + half_length)``.
+        attention_backward_half_length: the same in the backward.
         sharding_us: what the host needs for the hooks of FSDP2 around a gather or a reduction, in µs; 0 where that is
             not measured.
 
@@ -116,6 +123,8 @@ class Machine(Report):
     error_90: NonNegativeFloat | None = None
     runs_ahead: bool = field(default=True)
     update_us: NonNegativeFloat | None = None
+    attention_half_length: NonNegativeFloat = 0.0
+    attention_backward_half_length: NonNegativeFloat = 0.0
     sharding_us: NonNegativeFloat = 0.0
     cache_mib: NonNegativeFloat = 0.0
     cached_gb_per_s: PositiveFloat = 1.0

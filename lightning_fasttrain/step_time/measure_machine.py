@@ -7,7 +7,7 @@ import os
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -30,6 +30,7 @@ from lightning_fasttrain.step_time.simulate_step import Timeline
 _SECONDS_EACH = 0.4  # of one measurement, about
 _BYTES = {"cpu": 2**26, "cuda": 2**29}  # of the tensors that element-wise kernels read
 _CACHED_BYTES = tuple(2**power for power in (18, 20, 22, 24))  # of those that may be in a CPU's cache
+_LENGTHS = {"cpu": (64, 128, 256), "cuda": (512, 1024, 2048)}  # of attention
 _SIDES = {"cpu": (128, 256, 512, 1024), "cuda": (512, 1024, 2048, 4096, 8192)}
 _SHARDED_RUNS = 24
 _UNKNOWN_LINK = Link(1, 100, 1.0)  # gloo on one machine is of this order
@@ -138,8 +139,7 @@ def _measure_precisions(device: torch.device) -> tuple[dict[str, float], dict[st
         peaks[word], half = _measure_products(device, dtype)
         by_dtype[word] = {"product_half_size": half}
         if word == "bfloat16" or not on_cuda:
-            forward, backward = (min(rate / peaks[word], 1.0) for rate in _measure_attention(device, dtype))
-            by_dtype[word] |= {"attention_share": forward, "attention_backward_share": backward}
+            by_dtype[word] |= _measure_attention(device, dtype, peaks[word])
     if on_cuda:
         peaks["float16"] = _measure_products(device, torch.float16)[0]
         before = torch.get_float32_matmul_precision()
@@ -186,24 +186,42 @@ def _measure_products(device: torch.device, dtype: torch.dtype) -> tuple[float, 
         seconds = _usual_seconds(device, lambda matrices=matrices: torch.mm(next(matrices), next(matrices)))
         sides.append(side)
         per_flop.append(seconds / (2 * side**3))
-    # Seconds of a FLOP are (1 + half / side) / peak. The fastest size decides the peak, and all decide the half.
-    rates, sizes = 1 / numpy.array(per_flop), numpy.array(sides)
-    halves = numpy.linspace(0, 4 * sides[1], 257)
-    fastest = int(numpy.argmax(rates))
-    peaks = rates[fastest] * (1 + halves / sizes[fastest])
-    misses = numpy.log(peaks[:, None] / (1 + halves[:, None] / sizes) / rates)
+    return _fit_half(sides, [1 / seconds for seconds in per_flop])
+
+
+def _fit_half(sizes: Sequence[float], rates: Sequence[float]) -> tuple[float, float]:
+    """Return what is reached at large sizes, and the size that reaches half of it.
+
+    Seconds of a FLOP are (1 + half / size) / peak. The fastest size decides the peak, and all decide the half.
+    """
+    at, reached = numpy.array(sizes), numpy.array(rates)
+    halves = numpy.linspace(0, 4 * at[1], 257)
+    fastest = int(numpy.argmax(reached))
+    peaks = reached[fastest] * (1 + halves / at[fastest])
+    misses = numpy.log(peaks[:, None] / (1 + halves[:, None] / at) / reached)
     best = int(numpy.argmin((misses**2).sum(1)))
     return float(peaks[best]), float(halves[best])
 
 
-def _measure_attention(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
+def _measure_attention(device: torch.device, dtype: torch.dtype, peak: float) -> dict[str, float]:
+    """Return the share of ``peak`` that attention over many tokens reaches, and over how many it reaches half of it."""
+    lengths = _LENGTHS[device.type]
+    forward, backward = zip(*(_time_attention(device, dtype, length) for length in lengths), strict=True)
+    found = {}
+    for name, rates in (("attention", forward), ("attention_backward", backward)):
+        most, half = _fit_half(lengths, rates)
+        found |= {f"{name}_share": min(most / peak, 1.0), f"{name}_half_length": half}
+    return found
+
+
+def _time_attention(device: torch.device, dtype: torch.dtype, length: int) -> tuple[float, float]:
     """Return the FLOP/s of attention in the forward and in the backward, on a GPU of causal attention."""
-    shape = (8, 16, 2048, 64) if device.type == "cuda" else (4, 8, 256, 64)
-    batch, heads, length, width = shape
+    on_cuda = device.type == "cuda"
+    heads, width, tokens = (16, 64, 2**14) if on_cuda else (8, 64, 2**10)
+    shape = (tokens // length, heads, length, width)
     inputs = query, key, value = [_draw(device, *shape, dtype=dtype).requires_grad_() for _ in range(3)]
-    causal = device.type == "cuda"
-    flops = 4 * batch * heads * length**2 * width / (1 + causal)
-    attend = functools.partial(F.scaled_dot_product_attention, query, key, value, is_causal=causal)
+    flops = 4 * tokens * heads * length * width / (1 + on_cuda)
+    attend = functools.partial(F.scaled_dot_product_attention, query, key, value, is_causal=on_cuda)
     forward, attended = _usual_seconds(device, attend), attend()
     gradient = torch.ones_like(attended)
     backward = _usual_seconds(device, lambda: torch.autograd.grad(attended, inputs, gradient, retain_graph=True))

@@ -124,7 +124,7 @@ def predict_time(
     The step runs once on tensors without memory, as for :func:`~lightning_fasttrain.predict_memory`: with its
     techniques, its strategy, and collectives that move nothing. Each kernel takes the longer of its FLOPs and its bytes
     on the machine, each collective what the links take; then the streams of host, computing, gathers and reductions are
-    simulated. So 70 billion parameters on 512 devices take a minute here, and less than 4 GiB.
+    simulated. So 70 billion parameters on 512 devices take less than half a minute, and less than 4 GiB.
 
     Views cost nothing, causal attention half of the square. In compiled blocks, kernels between two products are one
     that reads what enters and writes what leaves. Collectives of FSDP2, tensor and context parallelism are those that

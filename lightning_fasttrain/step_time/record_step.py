@@ -76,15 +76,18 @@ class Kernel:
 
     @property
     def size(self) -> float:
-        """Geometric mean of the three sizes of a matrix product; 0 of other kernels.
+        """Geometric mean of the three sizes of a matrix product, the length of an attention; 0 of other kernels.
 
         Of convolutions in groups it is the harmonic mean, since few channels make them slow.
         """
+        if "scaled_dot_product" in self.op:  # others have no axis of the batch
+            first = int(self.kind == ATTENTION_BACKWARD)  # after the gradient
+            return math.sqrt(self.shapes[first][-2] * self.shapes[first + 1][-2])
         if self.kind != PRODUCT or not self.flops:  # of an empty batch, or of frozen weights
             return 0.0
         count = 1
-        if self.op in ("bmm", "baddbmm"):
-            count = self.shapes[-1][0]
+        if self.op in ("bmm", "baddbmm", "_grouped_mm"):
+            count = self.shapes[-1][0]  # of the ends of the groups, too
         elif "_rnn" in self.op:  # one product after the other, for each place of the sequence
             count = self.shapes[0][0]
         if self.op in _CONVOLUTIONS:

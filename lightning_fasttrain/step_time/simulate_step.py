@@ -36,6 +36,13 @@ _EXPOSED, _LAUNCHES, _WAITING = KINDS[4:]
 MOST_LAID_OUT = 3  # micro-batches; further ones take as long as the last of them
 # Which take the host as long as to enter a compiled graph, with its guards and wrappers: of GPT-2 on an H200.
 _GRAPH_LAUNCHES = 14
+# What decides at which size kernels reach half of their rate; those that are bound by memory have no size.
+_HALVES = {
+    PRODUCT: "product_half_size",
+    ATTENTION: "attention_half_length",
+    ATTENTION_BACKWARD: "attention_backward_half_length",
+    ELEMENTWISE: "product_half_size",
+}
 _AHEAD = 2  # gathers that may exist before the compute stream has taken over the first of them
 
 
@@ -168,9 +175,9 @@ class Timeline:
         """Return the seconds of each kernel on the device: the longer of its FLOPs and its bytes."""
         rates = numpy.array([_flops_per_s(machine, *rate) for rate in self._rates])
         computing = self._flops / rates[self._rate]
-        products = self._sizes > 0
-        halves = numpy.array([machine.of_dtype(dtype, "product_half_size") for _, dtype in self._rates])[self._rate]
-        computing[products] *= 1 + halves[products] / self._sizes[products]
+        sized = self._sizes > 0
+        halves = numpy.array([machine.of_dtype(dtype, _HALVES[kind]) for kind, dtype in self._rates])[self._rate]
+        computing[sized] *= 1 + halves[sized] / self._sizes[sized]
         cached = numpy.minimum(self._bytes, machine.cache_mib * 2**20)
         moving = (self._bytes - cached) / (machine.gb_per_s * 1e9 * machine.bandwidth_share)
         moving += cached / (machine.cached_gb_per_s * 1e9)

@@ -57,6 +57,18 @@ def test_the_size_of_a_cache_is_found_by_the_times_of_kernels(quick, monkeypatch
     assert quick._measure_cache(torch.device("cpu"), 50.0) == {}
 
 
+def test_attention_is_found_by_its_rates_at_several_lengths(quick, monkeypatch):
+    def pretend(device, dtype, length):
+        return 40 * length / (length + 32), 30 * length / (length + 128)
+
+    monkeypatch.setattr(quick, "_time_attention", pretend)
+    found = quick._measure_attention(torch.device("cpu"), torch.float32, 80)
+    assert found["attention_share"] == pytest.approx(0.5, rel=0.02)
+    assert found["attention_backward_share"] == pytest.approx(30 / 80, rel=0.02)
+    assert found["attention_half_length"] == pytest.approx(32, abs=2)
+    assert found["attention_backward_half_length"] == pytest.approx(128, abs=2)
+
+
 def test_a_link_is_found_by_the_times_of_gathers_and_reductions(quick, monkeypatch):
     def pretend(device, run):
         """10 µs, and 2e9 bytes/s in a gather between three ranks; three times as long to reduce and scatter."""

@@ -93,6 +93,33 @@ def test_a_cpu_computes_all_of_a_short_causal_square():
     assert forward == 3 * [4 * 2 * 32 * 32 * 64]
 
 
+def test_products_of_experts_are_as_small_as_one_of_them():
+    def net():
+        return nn.ParameterList([torch.zeros(4, 32, 16)])
+
+    def route(net, x):
+        ends = torch.arange(16, 80, 16, dtype=torch.int32, device=x.device)
+        return F.grouped_mm(x, net[0], offs=ends).float().mean()
+
+    step = recorded(net, torch.zeros(64, 32, dtype=torch.bfloat16), loss=route, precision="bf16-true")
+    sizes = [kernel.size for kernel in step.kernels if kernel.op == "_grouped_mm"]
+    assert sizes == pytest.approx([(16 * 32 * 16) ** (1 / 3)] * 2)  # the batch needs no gradient
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_size_of_an_attention_is_the_mean_of_its_lengths(device):
+    def net():
+        return nn.Linear(16, 16)
+
+    def attend(net, x):
+        query, key = net(x)[:, :8], net(x)
+        return F.scaled_dot_product_attention(query[:, None], key[:, None], key[:, None]).mean()
+
+    step = recorded(net, torch.zeros(2, 32, 16), loss=attend, device=device)
+    sizes = {kernel.kind: kernel.size for kernel in step.kernels if "attention" in kernel.kind}
+    assert sizes == {"attention": 16, "attention backward": 16}
+
+
 def test_bytes_in_closed_form_and_views_cost_nothing():
     def net():
         return nn.Sequential(nn.Linear(256, 256, bias=False), nn.Tanh(), nn.Flatten(), nn.Linear(256, 256, bias=False))

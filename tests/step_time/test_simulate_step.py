@@ -110,6 +110,12 @@ def test_a_value_may_differ_in_a_dtype():
         cube = Kernel("mm", "products", "forward", "", dtype, 16, 0, 0)  # 2 × 2 × 2
         assert time_of([cube], machine).seconds == pytest.approx(product)
         assert time_of([replace(cube, op="x", kind="attention")], machine).seconds == pytest.approx(attention)
+    shapes = ((1, 1, 4, 8), (1, 1, 16, 8), (1, 1, 16, 8))  # of mean length 8
+    attention = Kernel("_scaled_dot_product_x", "attention", "forward", "", "float32", 16, 0, 0, shapes)
+    backward = replace(attention, kind="attention backward", shapes=(shapes[0], *shapes))
+    machine = replace(machine, attention_half_length=4.0, by_dtype={"float32": {"attention_backward_half_length": 8.0}})
+    assert time_of([attention], machine).seconds == pytest.approx(32 * 1.5)
+    assert time_of([backward], replace(machine, attention_backward_share=0.5)).seconds == pytest.approx(32 * 2)
     with pytest.raises(ValueError, match="by_dtype='half': not a known choice. Use one of 'product_half_size'"):
         replace(machine, by_dtype={"bfloat16": {"half": 1.0}})
 
