@@ -88,6 +88,7 @@ class Machine(Report):
         error_90: the relative error that 90% of predictions stay below, where it is known.
         runs_ahead: whether the host starts kernels before earlier ones are done, as with a GPU.
         update_us: what the host needs for a kernel of the optimizer where it does not run ahead; None: ``host_us``.
+        convolution_us: what a convolution takes longer than a product where the host does not run ahead, in µs.
         attention_half_length: attention over s tokens reaches ``attention_share · s / (s + half_length)``.
         attention_backward_half_length: the same in the backward.
         sharding_us: what the host needs for the hooks of FSDP2 around a gather or a reduction, in µs; 0 where that is
@@ -123,6 +124,7 @@ class Machine(Report):
     error_90: NonNegativeFloat | None = None
     runs_ahead: bool = field(default=True)
     update_us: NonNegativeFloat | None = None
+    convolution_us: NonNegativeFloat = 0.0
     attention_half_length: NonNegativeFloat = 0.0
     attention_backward_half_length: NonNegativeFloat = 0.0
     sharding_us: NonNegativeFloat = 0.0

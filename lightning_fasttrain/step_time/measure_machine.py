@@ -24,7 +24,7 @@ from lightning_fasttrain.core.device import hardware, time_ms
 from lightning_fasttrain.memory.predict_memory import predict_strategies
 from lightning_fasttrain.step_time.accelerators import ACCELERATORS
 from lightning_fasttrain.step_time.machine import TF32, USUAL, Link, Machine, collective_seconds, machine_of
-from lightning_fasttrain.step_time.record_step import StepRecorder
+from lightning_fasttrain.step_time.record_step import RecordedStep, StepRecorder
 from lightning_fasttrain.step_time.simulate_step import Timeline
 
 _SECONDS_EACH = 0.4  # of one measurement, about
@@ -127,7 +127,8 @@ def _measure(device: torch.device) -> Machine:
         **taken,
         **bounds,
     )
-    return replace(machine, **_measure_host(device, machine), sharding_us=_measure_sharding(device, machine))
+    machine = replace(machine, **_measure_host(device, machine), sharding_us=_measure_sharding(device, machine))
+    return replace(machine, convolution_us=_measure_convolutions(device, machine))
 
 
 def _measure_precisions(device: torch.device) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
@@ -302,17 +303,22 @@ def _mean_of(net: nn.Module, batch: Tensor) -> Tensor:
     return net(batch).mean()
 
 
+def _record(build: Callable[[], nn.Module], batch: Tensor) -> RecordedStep:
+    """Return the step of a network, as it is predicted."""
+    recorder = StepRecorder()
+    settings = {"loss": _mean_of, "optimizer": torch.optim.AdamW, "device": batch.device.type, "recorder": recorder}
+    predict_strategies(build, batch, [None], **settings)
+    return recorder.steps[-1]
+
+
 def _measure_host(device: torch.device, machine: Machine) -> dict[str, float]:
     """Return the µs that the host needs for a kernel, by a step of a network whose kernels have hardly any work.
 
     Where it does not run ahead, it needs less for those of the optimizer, which have no graph.
     """
-
-    recorder, batch = StepRecorder(), torch.ones(2, 4, 16)
-    settings = {"loss": _mean_of, "optimizer": torch.optim.AdamW, "device": device.type, "recorder": recorder}
-    predict_strategies(_build_small, batch, [None], **settings)
-    net = _build_small().to(device)
-    optimizer, batch = torch.optim.AdamW(net.parameters()), batch.to(device)
+    batch = torch.ones(2, 4, 16, device=device)
+    recorded, net = _record(_build_small, batch), _build_small().to(device)
+    optimizer = torch.optim.AdamW(net.parameters())
 
     def backward() -> None:
         _mean_of(net, batch).backward()
@@ -322,8 +328,7 @@ def _measure_host(device: torch.device, machine: Machine) -> dict[str, float]:
         optimizer.step()
         optimizer.zero_grad()
 
-    events = recorder.steps[-1].events
-    update = recorder.steps[-1].update
+    events, update = recorded.events, recorded.update
     if machine.runs_ahead:
         return {"host_us": _usual_seconds(device, step) / len(events) * 1e6}
     found = {}
@@ -331,6 +336,22 @@ def _measure_host(device: torch.device, machine: Machine) -> dict[str, float]:
         seconds = _usual_seconds(device, run) - Timeline(part, 1).simulate(machine).seconds
         found[name] = max(seconds, 0.0) / len(part) * 1e6
     return found
+
+
+def _measure_convolutions(device: torch.device, machine: Machine) -> float:
+    """Return the µs that small convolutions take longer than their FLOPs as products; 0 where the host runs ahead."""
+    if machine.runs_ahead:
+        return 0.0
+
+    def build() -> nn.Module:
+        return nn.Sequential(*[nn.Conv2d(32, 32, 3, padding=1) for _ in range(4)])
+
+    batch, net = torch.ones(8, 32, 4, 4, device=device), build().to(device)
+    recorded = _record(build, batch)
+    events = recorded.events[: recorded.update]
+    seconds = _usual_seconds(device, lambda: _mean_of(net, batch).backward())
+    longer = seconds - Timeline(events, 1).simulate(machine).seconds
+    return max(longer, 0.0) / sum(kernel.convolutions for kernel in recorded.kernels) * 1e6
 
 
 def _measure_sharding(device: torch.device, machine: Machine) -> float:

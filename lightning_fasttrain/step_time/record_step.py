@@ -99,6 +99,13 @@ class Kernel:
                 return 3 / (1 / rows + 1 / channels + 1 / window)
         return (self.flops / 2 / max(count, 1)) ** (1 / 3)
 
+    @property
+    def convolutions(self) -> int:
+        """How many convolutions it is: a backward is two, of the gradients of inputs and weight; 0 of other kernels."""
+        if not self.op.startswith("convolution"):
+            return 0
+        return 2 if self.op.startswith("convolution_backward") else 1
+
     def count_elements(self, ops: Collection[str]) -> float:
         """Return how many elements the kernel writes; 0 unless it is one of some operators."""
         if self.op not in ops or not self.dtype:

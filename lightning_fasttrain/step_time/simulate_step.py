@@ -130,6 +130,7 @@ class Timeline:
         self._rates = sorted(set(rates))
         place_of = {rate: place for place, rate in enumerate(self._rates)}
         self._rate = numpy.array([place_of[rate] for rate in rates], dtype=int)
+        self._convolutions = numpy.array([kernel.convolutions for kernel in kernels], dtype=float)
         self._enters = numpy.array([kernel.enters for kernel in kernels], dtype=float)
         self._kind = numpy.array([_COMPUTED.index(_kind_of_time(kernel)) for kernel in kernels], dtype=int)
         self._find_points()
@@ -192,6 +193,7 @@ class Timeline:
             update_us = machine.host_us if machine.update_us is None else machine.update_us
             is_update = self._kind == _COMPUTED.index("optimizer")
             seconds = seconds + numpy.where(is_update, update_us, machine.host_us) * 1e-6
+            seconds += self._convolutions * machine.convolution_us * 1e-6
             seconds += self._enters * _GRAPH_LAUNCHES * machine.host_us * 1e-6
         done = numpy.concatenate([[0.0], numpy.cumsum(seconds)])
         computed = numpy.bincount(self._kind, seconds, len(KINDS))
