@@ -281,7 +281,7 @@ COMMANDS = (
             _JSON,
         ],
         tool_commands.measure_here,
-        "Measure products, attention, element-wise kernels and the host, in about 20 seconds; under torchrun also the "
+        "Measure products, attention, element-wise kernels and the host, in about 25 seconds; under torchrun also the "
         "links between the ranks. Run it on an idle machine.",
     ),
     Command(

@@ -38,7 +38,7 @@ _UNKNOWN_LINK = Link(1, 100, 1.0)  # gloo on one machine is of this order
 
 @check_arguments
 def measure_machine(device: str | None = None) -> Machine:
-    """Measure what a device reaches, in about 20 seconds; where torchrun started several ranks, their link too.
+    """Measure what a device reaches, in about 25 seconds; where torchrun started several ranks, their link too.
 
     Products are measured by size and attention with its backward, in each precision; bandwidth as a mean of
     element-wise kernels, which of a CPU are measured by size, too; and the host by a step of a small network, whose
@@ -151,11 +151,10 @@ def _measure_precisions(device: torch.device) -> tuple[dict[str, float], dict[st
 
 
 def _usual_seconds(device: torch.device, run: Callable[[], object]) -> float:
-    """Return the median seconds of ``run``, repeated for a while after a first time that warms up.
+    """Return the mean seconds of ``run``, repeated for a while after a first time that warms up.
 
-    The least would be too good: a step is a sum of kernels of which few are at their best. Ranks measure at the same
-    time, as they train, since they share the cores and the memory of a host; of them it is the mean, since the median
-    of short runs does not have the time in which another rank has the core.
+    The least and the median would be too good: the time of a step is the sum of its kernels, with those that are late.
+    Ranks measure at the same time, as they train, since they share the cores and the memory of a host.
     """
     run()
     if dist.is_initialized():
@@ -163,8 +162,7 @@ def _usual_seconds(device: torch.device, run: Callable[[], object]) -> float:
     taken, until = [time_ms(device, run)], time.perf_counter() + _SECONDS_EACH
     while time.perf_counter() < until:
         taken.append(time_ms(device, run))
-    usual = statistics.fmean if dist.is_initialized() else statistics.median
-    return usual(taken) / 1e3
+    return statistics.fmean(taken) / 1e3
 
 
 def _draw(device: torch.device, *shape: int, dtype: torch.dtype) -> Tensor:

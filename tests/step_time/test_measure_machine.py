@@ -57,6 +57,19 @@ def test_the_size_of_a_cache_is_found_by_the_times_of_kernels(quick, monkeypatch
     assert quick._measure_cache(torch.device("cpu"), 50.0) == {}
 
 
+def test_what_convolutions_take_is_found_by_a_network_of_them(quick, monkeypatch):
+    machine = replace(read_machine("H100"), runs_ahead=False, host_us=10.0, kernel_us=0.0)
+
+    def pretend(device, run):
+        """What the host needs to start 11 kernels, and 50 µs for each of the 12 convolutions in 8 of them."""
+        run()
+        return 11 * 10e-6 + 12 * 50e-6
+
+    monkeypatch.setattr(quick, "_usual_seconds", pretend)
+    assert quick._measure_convolutions(torch.device("cpu"), replace(machine, runs_ahead=True)) == 0
+    assert quick._measure_convolutions(torch.device("cpu"), machine) == pytest.approx(50, rel=0.05)
+
+
 def test_attention_is_found_by_its_rates_at_several_lengths(quick, monkeypatch):
     def pretend(device, dtype, length):
         return 40 * length / (length + 32), 30 * length / (length + 128)

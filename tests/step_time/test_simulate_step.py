@@ -74,6 +74,14 @@ def test_entering_a_compiled_graph_keeps_the_host_busy(captured):
     assert time_of([kernel(0), *graph], waits_for_the_host).seconds == 14 + 3
 
 
+def test_convolutions_take_longer_where_the_host_computes():
+    machine = replace(SLOW, convolution_us=5e6)
+    events = [kernel(1), *(replace(kernel(1), op=op) for op in ("convolution (transposed)", "convolution_backward"))]
+    assert time_of(events, machine).seconds == 3
+    beside = time_of(events, replace(machine, runs_ahead=False, host_us=0.0))
+    assert beside.seconds == 3 + 5 + 2 * 5
+
+
 def test_hooks_of_sharding_keep_the_host_busy():
     machine = replace(SLOW, sharding_us=2e6)
     events = [gather(1, hooked=True), kernel(1), gather(1, hooked=True), kernel(1)]
