@@ -80,7 +80,7 @@ class Kernel:
 
         Of convolutions in groups it is the harmonic mean, since few channels make them slow.
         """
-        if "scaled_dot_product" in self.op:  # others have no axis of the batch
+        if self.kind in (ATTENTION, ATTENTION_BACKWARD) and "scaled_dot" in self.op:  # others have no axis of the batch
             first = int(self.kind == ATTENTION_BACKWARD)  # after the gradient
             return math.sqrt(self.shapes[first][-2] * self.shapes[first + 1][-2])
         if self.kind != PRODUCT or not self.flops:  # of an empty batch, or of frozen weights
