@@ -101,7 +101,7 @@ class Kernel:
 
     @property
     def convolutions(self) -> int:
-        """How many convolutions it is: a backward is two, of the gradients of inputs and weight; 0 of other kernels."""
+        """Number of convolutions: two of a backward, for the gradients of inputs and weight, and 0 of other kernels."""
         if not self.op.startswith("convolution"):
             return 0
         return 2 if self.op.startswith("convolution_backward") else 1
