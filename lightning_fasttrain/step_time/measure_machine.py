@@ -191,15 +191,13 @@ def _measure_products(device: torch.device, dtype: torch.dtype) -> tuple[float, 
 def _fit_half(sizes: Sequence[float], rates: Sequence[float]) -> tuple[float, float]:
     """Return what is reached at large sizes, and the size that reaches half of it.
 
-    Seconds of a FLOP are (1 + half / size) / peak. The fastest size decides the peak, and all decide the half.
+    Seconds of a FLOP are (1 + half / size) / peak; all sizes decide both, by the squares of logarithms.
     """
-    at, reached = numpy.array(sizes), numpy.array(rates)
+    logs, at = numpy.log(numpy.array(rates)), numpy.array(sizes)
     halves = numpy.linspace(0, 4 * at[1], 257)
-    fastest = int(numpy.argmax(reached))
-    peaks = reached[fastest] * (1 + halves / at[fastest])
-    misses = numpy.log(peaks[:, None] / (1 + halves[:, None] / at) / reached)
-    best = int(numpy.argmin((misses**2).sum(1)))
-    return float(peaks[best]), float(halves[best])
+    peaks = logs + numpy.log(1 + halves[:, None] / at)  # by each size
+    best = int(numpy.argmin(peaks.var(1)))
+    return float(numpy.exp(peaks[best].mean())), float(halves[best])
 
 
 def _measure_attention(device: torch.device, dtype: torch.dtype, peak: float) -> dict[str, float]:
