@@ -246,6 +246,16 @@ def test_plans_are_as_good_as_what_a_search_found(monkeypatch):
     assert all(row["plan_s"] < 120 for row in rows)
 
 
+def test_the_runs_of_the_tests_are_those_on_file():
+    runs = json.loads((ROOT / "examples" / "results" / "steady_tests_cpu.json").read_text())["runs"]
+    busy, older = (sum(bool(run[name]) for run in runs) for name in ("busy_neighbour", "kernels"))
+    said = f"So far {len(runs)} runs of one commit are done, of 20 to come, and all passed: {runs[0]['passed']:,} tests"
+    text = " ".join(RESULTS.split())
+    assert said in text
+    assert f"{busy} of them beside a busy core and {older} with kernels for older processors" in text
+    assert {(run["code"], run["passed"], run["commit"]) for run in runs} == {(0, runs[0]["passed"], runs[0]["commit"])}
+
+
 def test_the_table_of_the_chunked_loss_is_what_was_measured():
     written = RESULTS.split("<!-- chunked loss -->\n")[1].split("\n<!-- /chunked loss -->")[0].splitlines()[2:]
     rows = json.loads((ROOT / "examples" / "results" / "chunked_loss_cpu.json").read_text())["rows"]
