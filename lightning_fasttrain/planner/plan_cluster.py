@@ -367,8 +367,10 @@ def _make_shallow(net: nn.Module) -> tuple[list[nn.Module], float, int]:
 
 def _count_weights(shallow: Sequence[nn.Module]) -> int:
     """Return the elements of one block's parameters: what the deepest model has more than the others; 0 for none."""
-    counts = [sum(parameter.numel() for parameter in net.parameters()) for net in shallow]
-    return counts[-1] - counts[0] if counts else 0
+    if not shallow:
+        return 0
+    least, most = (sum(map(Tensor.numel, net.parameters())) for net in shallow)
+    return most - least
 
 
 class _Search:
