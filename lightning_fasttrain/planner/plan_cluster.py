@@ -451,8 +451,8 @@ class _Search:
         try:
             return self.predictor.predict(layout, exact)
         except Exception as error:
-            # What the plain step raises without sharding is the user's own error.
-            if layout.strategy in ("one", "ddp") and not layout.recompute and not layout.fused_head:
+            # What the plain step raises, without sharding and micro-batches, is the user's own error.
+            if layout.strategy in ("one", "ddp") and not (layout.recompute or layout.fused_head or layout.accumulate > 1):
                 raise
             self.error = error
             beside = ", fused head" if layout.fused_head else ""

@@ -15,6 +15,7 @@ import numpy
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -65,7 +66,7 @@ def measure_machine(device: str | None = None) -> Machine:
         raise ValueError(f"device={device!r}: expected 'cpu', or 'cuda' where there is a GPU. Leave it out.")
     rank = int(os.environ.get("LOCAL_RANK", 0))
     place = torch.device(kind, rank % torch.cuda.device_count()) if kind == "cuda" else torch.device("cpu")
-    with _ranks(kind):
+    with _ranks(kind), isolate_rng(include_cuda=kind == "cuda"):
         machine = _measure(place)
         if dist.is_initialized():
             everywhere: list[Machine | None] = [machine]

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import lightning as L
 import pytest
 import torch
 from torch import nn
@@ -129,6 +130,34 @@ def test_a_deep_model_is_compared_on_shallow_ones():
     plan = planned(deep, machine=machine, devices=4, top=3, loss=loss_of_deep)
     assert any("on 3 and 4 of its 12 blocks" in note for note in plan.notes)
     check_rows(plan, machine, seconds=0.02, peak_bytes=0.05)
+
+
+class Manual(L.LightningModule):
+    """A module that steps its optimizer itself, and so has no micro-batches."""
+
+    automatic_optimization = False
+
+    def __init__(self):
+        super().__init__()
+        self.net = net()
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.net(batch).float().square().mean())
+        optimizer.step()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+
+def test_a_module_without_micro_batches_is_planned_where_it_needs_none():
+    settings = {"loss": None, "optimizer": None, "machine": machine_of(640), "devices": 2, "top": 1}
+    plan = planned(Manual, **settings)
+    assert plan.chosen.layout.accumulate == 1
+    # With half of the devices each has two batches.
+    (points,) = plan.curve.values()
+    assert [point.layout.devices for point in points] == [2, 4]
 
 
 def test_zero_is_predicted_on_all_blocks_where_its_buckets_hold_several():

@@ -26,7 +26,9 @@ def quick(monkeypatch):
 
 
 def test_this_machine_is_measured_and_read_again(quick, tmp_path):
+    drawn = torch.get_rng_state()
     machine = measure_machine("cpu")
+    assert torch.equal(torch.get_rng_state(), drawn)
     assert set(machine.peak_flops) == {"float32", "bfloat16"}
     assert not machine.runs_ahead
     assert machine.source.startswith("measured here: ")
