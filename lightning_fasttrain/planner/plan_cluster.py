@@ -299,9 +299,7 @@ class _Predictor:
         exact = exact or not (self.shallow and in_proportion)
         if (layout, exact) not in self.known:
             self.tell(f"{len(self.known) + 1} layouts: {layout}")
-            nets = self.shallow
-            if exact:
-                nets = [self.net]
+            nets = [self.net] if exact else self.shallow
             with quiet_libraries(), warnings.catch_warnings():  # about layouts that are left out, too
                 warnings.simplefilter("ignore")
                 points = [_Point.of(self._predict(net, layout, exact)) for net in nets]
@@ -452,7 +450,8 @@ class _Search:
             return self.predictor.predict(layout, exact)
         except Exception as error:
             # What the plain step raises, without sharding and micro-batches, is the user's own error.
-            if layout.strategy in ("one", "ddp") and not (layout.recompute or layout.fused_head or layout.accumulate > 1):
+            saves_memory = layout.recompute or layout.fused_head or layout.accumulate > 1
+            if layout.strategy in ("one", "ddp") and not saves_memory:
                 raise
             self.error = error
             beside = ", fused head" if layout.fused_head else ""
