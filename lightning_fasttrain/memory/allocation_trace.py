@@ -1,12 +1,11 @@
 """Trace every allocation of a step on fake tensors: size, category, operation and lifetime."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
-from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.apply_func import apply_to_collection
@@ -15,10 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import BackwardCFunction
 from torch.distributed.tensor import DTensor
 from torch.utils._mode_utils import no_dispatch
-from torch.utils._pytree import tree_iter
 
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.core.modules.fake_mode import FakeMode
+from lightning_fasttrain.core.modules.fake_mode import CallKey, is_strided, run_cached, takes_no_tensor
 from lightning_fasttrain.core.modules.parameters import quantized_tensors
 from lightning_fasttrain.core.modules.wrapped_forward import patched
 from lightning_fasttrain.memory.fake_operators import AssumedNumbers, is_sharded, run_on_shards
@@ -29,6 +27,7 @@ _REFERENCES, _STORAGE_REFERENCES = 4, 2
 _DEVICE = torch.ops.prim.device.default
 
 _WAITS = {torch.ops._c10d_functional.wait_tensor.default}
+_UNKNOWN = CallKey(None, [])
 _RESIZE = torch.UntypedStorage.resize_
 
 Workspace = Callable[[Sequence[Any], Any], int]
@@ -115,6 +114,7 @@ class AllocationTrace(AssumedNumbers):
 
     Attributes:
         allocations: all allocations, in order of birth.
+        key: what decided the result of the operator that has just run, while it is noted.
         micro_batches: number of micro-batches of the step, of which two at most are traced.
 
     Source:
@@ -135,6 +135,7 @@ class AllocationTrace(AssumedNumbers):
         self.workspace, self.kept = workspace or {}, kept or {}
         self.recorder = recorder or Recorder()
         self.micro_batches = 1
+        self.key = _UNKNOWN
         self.allocations: list[Allocation] = []
         self.now = 0
         self.phase = "forward"
@@ -148,6 +149,9 @@ class AllocationTrace(AssumedNumbers):
         # Autograd queries the device at every node, which allocates nothing.
         if func is _DEVICE:
             return args[0].device if type(args[0]) is FakeTensor else func(*args)
+        if takes_no_tensor(func):
+            with no_dispatch():
+                return func(*args, **(kwargs or {}))
         if is_sharded(types):
             # Where it is not implemented, the tensor's class calls operations on this rank's part, which are traced.
             return run_on_shards(func, args, kwargs or {}, self.__torch_dispatch__)
@@ -164,23 +168,30 @@ class AllocationTrace(AssumedNumbers):
         result = args[0] if func in _WAITS else self.answer(func, args, kwargs or {})
         # In a backward, function modes would be asked for each attribute of a tensor.
         with torch._C.DisableTorchFunction():
-            for tensor in (result,) if isinstance(result, Tensor) else tree_iter(result):
-                if isinstance(tensor, Tensor) and _has_storage(tensor):
-                    self._note(tensor, module, op, phase)
-            if func in self.kept:
-                tensor, nbytes = self.kept[func](args, result)
-                self._note(tensor, module, op, phase).nbytes = self._round_up(nbytes)
-            if func in self.workspace:
-                self._note_workspace(self.workspace[func](args, result), module, op, phase)
+            self._note_memory(func, args, result, module, op, phase)
         self.recorder.note(self, (func, args, kwargs or {}), result, phase, module)
+        self.key = _UNKNOWN  # it refers to the arguments, which may be freed now
         return result
+
+    def _note_memory(
+        self, func: object, args: Sequence[object], result: object, module: str, op: str, phase: str
+    ) -> None:
+        for tensor in _tensors_of(result):
+            if _has_storage(tensor):
+                self._note(tensor, module, op, phase)
+        if func in self.kept:
+            tensor, nbytes = self.kept[func](args, result)
+            self._note(tensor, module, op, phase).nbytes = self._round_up(nbytes)
+        if func in self.workspace:
+            self._note_workspace(self.workspace[func](args, result), module, op, phase)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # a trace runs where nothing is compiled, and the guard against it takes 10 µs
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        return run_cached(func, args, kwargs)
+        result, self.key = run_cached(func, args, kwargs)
+        return result
 
     def _phase(self) -> str:
         # The engine runs nodes without gradients, and checkpointing enables them to recompute a block.
@@ -340,9 +351,18 @@ def _name_operator(func: object) -> str:
     return str(func.overloadpacket).removeprefix("aten.")
 
 
+def _tensors_of(result: object) -> Iterator[Tensor]:
+    """Yield the tensors among the results of an operator."""
+    if isinstance(result, Tensor):
+        yield result
+    elif isinstance(result, list | tuple):
+        for part in result:
+            yield from _tensors_of(part)
+
+
 def _has_storage(tensor: Tensor) -> bool:
     """Whether the tensor has a storage. Sparse tensors have none; their indices and values are seen when created."""
-    return tensor.layout is torch.strided and tensor.device.type != "meta"
+    return is_strided(tensor) and tensor.device.type != "meta"
 
 
 def _current_node() -> Any:
@@ -353,194 +373,3 @@ def _number_of_node() -> int | None:
     """Return the number of the node whose backward runs; None outside of a backward."""
     node = _current_node()
     return None if node is None else node._sequence_nr()
-
-
-MOST_ENTRIES = 50_000
-_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
-_CPU = torch.device("cpu")
-
-_Builder = Callable[[Sequence[FakeTensor]], Any]  # tensors among the arguments → result
-# Entries without a builder are operators that must run every time.
-_cache: dict[tuple[Any, ...] | None, _Builder | None] = {}
-
-
-def run_cached(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return ``func(*args, **kwargs)``, built from the cache if it was called with such arguments before.
-
-    The shapes, strides and dtypes of a result depend on those of the arguments. Not cached are operators that change
-    the shape of an argument, results other than tensors, and calls with other arguments than fake CPU tensors and plain
-    values.
-
-    Args:
-        func: the operator, called from a dispatch mode above the fake mode.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-
-    Source:
-        ``FakeTensorMode`` has a cache of its own, which spends most of its time on symbolic shapes; here are none.
-    """
-    kind = _find_kind(func)
-    # It allocates nothing, and would take as long as an operator on each parameter. Counts of steps have values.
-    if kind.writes_a_list and not any(map(_has_value, args[0])):
-        return None
-    tensors: list[FakeTensor] = []
-    # In a backward, function modes would be asked for each attribute of a tensor.
-    with torch._C.DisableTorchFunction():
-        key = _describe_call(func, kind, args, kwargs, tensors)
-        build = _cache.get(key)
-        if build is not None:
-            return build(tensors)
-        if key is None or not tensors or key in _cache:
-            return func(*args, **kwargs)
-        return _run_and_cache(func, args, kwargs, key, tensors)
-
-
-def _has_value(tensor: Tensor) -> bool:
-    return not isinstance(tensor, FakeTensor) or tensor.constant is not None
-
-
-def _describe_call(
-    func: object, kind: "_Kind", args: Sequence[object], kwargs: Mapping[str, object], tensors: list[FakeTensor]
-) -> tuple[Any, ...] | None:
-    """Return what the result depends on and append the tensors to ``tensors``; None if it depends on more."""
-    if not kind.is_cacheable or torch.is_inference_mode_enabled():
-        return None
-    key: list[Any] = [func, torch.get_default_dtype()]
-    if not _describe_all(args, kind.by_type, key, tensors):
-        return None
-    for name, value in kwargs.items():
-        key.append(name)
-        if not _describe_all((value,), kind.by_type, key, tensors):
-            return None
-    return tuple(key)
-
-
-def _describe_all(values: Iterable[Any], by_type: bool, key: list[Any], tensors: list[FakeTensor]) -> bool:
-    """Append descriptions of ``values`` to ``key``; return whether all have one."""
-    for value in values:
-        kind = type(value)
-        if kind is FakeTensor:
-            # A constant is a tensor whose values are known.
-            if value.constant is not None and value.numel():
-                return False
-            if value.layout is not torch.strided or value.fake_device.type != "cpu":
-                return False
-            key.append(_describe(value))
-            tensors.append(value)
-        elif kind is list or kind is tuple:
-            key.append((kind, len(value)))
-            if not _describe_all(value, by_type, key, tensors):
-                return False
-        elif kind is float and by_type:
-            key.append(float)
-        elif kind in _PLAIN:
-            key.append((kind, value))  # 1, 1.0 and True are equal
-        else:
-            return False
-    return True
-
-
-def _describe(tensor: Tensor) -> tuple[Any, ...]:
-    layout = (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
-    return (*layout, tensor.requires_grad, tensor.is_neg(), tensor.is_conj())
-
-
-class _Kind(NamedTuple):
-    """Properties of an operator that decide whether its result can be cached.
-
-    Attributes:
-        is_cacheable: whether it is one of PyTorch that does not change the shapes of its arguments.
-        by_type: whether only the types of floats matter, not their values, as for products with a learning rate.
-        writes_a_list: whether it writes to the tensors of a list, and returns nothing.
-    """
-
-    is_cacheable: bool
-    by_type: bool
-    writes_a_list: bool
-
-
-@cache
-def _find_kind(func: Any) -> _Kind:
-    name = func.overloadpacket.__name__
-    in_lists = name.startswith("_foreach_")
-    is_operator = isinstance(func, torch._ops.OpOverload) and func.namespace == "aten"
-    is_cacheable = is_operator and torch.Tag.inplace_view not in func.tags
-    by_type = is_cacheable and (torch.Tag.pointwise in func.tags or in_lists)
-    return _Kind(is_cacheable, by_type, in_lists and name.endswith("_"))
-
-
-def _run_and_cache(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], key: tuple[object, ...], tensors: list[FakeTensor]
-) -> Any:
-    before = list(map(_describe, tensors))
-    result = func(*args, **kwargs)
-    if len(_cache) >= MOST_ENTRIES:
-        _cache.clear()
-    with torch._C.DisableTorchFunction():
-        unchanged = before == list(map(_describe, tensors))
-        _cache[key] = _find_builder(result, tensors) if unchanged else None
-    return result
-
-
-def _find_builder(result: Any, tensors: Sequence[FakeTensor]) -> _Builder | None:
-    """Return a function that builds ``result`` from the arguments; None if that is not possible."""
-    kind = type(result)
-    # An operator on lists has as many results as arguments, so each result is looked up instead of compared with all.
-    places: dict[int, int] = {}
-    sharing: dict[int, list[int]] = {}
-    for place, tensor in enumerate(tensors):
-        places.setdefault(id(tensor), place)
-        sharing.setdefault(_storage_of(tensor), []).append(place)
-    if kind not in (list, tuple):
-        return _find_part_builder(result, tensors, places, sharing)
-    parts = [_find_part_builder(part, tensors, places, sharing) for part in result]
-    storages = map(_storage_of, filter(torch.is_tensor, result))
-    own = [storage for storage in storages if storage not in sharing]
-    if None in parts or len(own) > len(set(own)):
-        return None
-    return lambda arguments: kind([part(arguments) for part in parts])  # type: ignore[misc]
-
-
-def _find_part_builder(
-    part: object, tensors: Sequence[FakeTensor], places: Mapping[int, int], sharing: Mapping[int, list[int]]
-) -> _Builder | None:
-    """Return a function that builds one result; ``places`` are those of arguments by id, ``sharing`` by storage."""
-    if part is None:
-        return _build_none
-    if id(part) in places:
-        return itemgetter(places[id(part)])
-    if type(part) is not FakeTensor or not _describe_all((part,), False, [], []) or part.requires_grad:
-        return None
-    bases = sharing.get(_storage_of(part), [])
-    if len(bases) > 1:
-        return None
-    build = partial(_build_tensor, tuple(part.shape), part.stride(), part.storage_offset(), part.dtype, *bases)
-    copy = build(tensors)
-    return build if _is_same(part, copy) else None
-
-
-def _storage_of(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
-def _is_same(tensor: Tensor, copy: Tensor) -> bool:
-    sizes = tensor.untyped_storage().nbytes() == copy.untyped_storage().nbytes()
-    keys = torch._C._dispatch_key_set(tensor) == torch._C._dispatch_key_set(copy)
-    return sizes and keys and _describe(tensor) == _describe(copy)
-
-
-def _build_none(_: Sequence[FakeTensor]) -> None:
-    return None
-
-
-def _build_tensor(
-    shape: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: torch.dtype, *rest: Any
-) -> FakeTensor:
-    """Build a new tensor or, if the position of an argument is given before ``arguments``, a view of that argument."""
-    *places, arguments = rest
-    with no_dispatch():
-        like = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-        for place in places:
-            like.set_(arguments[place].untyped_storage(), offset, shape, stride)
-    mode = arguments[0].fake_mode
-    return mode.wrap(like) if isinstance(mode, FakeMode) else FakeTensor(mode, like, _CPU)

@@ -12,10 +12,10 @@ from torch import Tensor, ops
 from torch.backends import cudnn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from lightning_fasttrain.memory.allocation_trace import Workspace
+from lightning_fasttrain.memory.fake_operators import AssumedArrays, is_assumed
 from lightning_fasttrain.memory.kernel_workspace import softmax_copies
 
 WIDEST_FLASH = 256  # largest width of a head
@@ -197,8 +197,10 @@ _IN_FLOAT32, _TO_FLOAT32 = _find_functions(_BY_ARGUMENTS), _find_functions(_BY_D
 _COMPOSITES = ("torch.nn.functional", "torch.functional", "torch._tensor")  # modules of functions in Python
 
 
-class AsOnCuda(TorchFunctionMode):
-    """CUDA's dropout with a mask of one byte per element, its attention, and its autocast list.
+class AsOnCuda(AssumedArrays):
+    """CUDA's dropout with a mask of one byte per element, its attention, and its autocast list, and assumed arrays.
+
+    One mode for both, since each is asked for every function and attribute of a tensor.
 
     Source:
         The list is that of ``autocast_mode.h``; the rest are the CUDA branches of ``dropout`` and
@@ -214,6 +216,8 @@ class AsOnCuda(TorchFunctionMode):
                     return kind.__torch_function__(func, types, args, kwargs)
         if _is_plain(func):
             return func(*args, **kwargs)
+        if is_assumed(func):
+            return super().__torch_function__(func, types, args, kwargs)
         if func in _REPLACED:
             return _REPLACED[func](*args, **kwargs)
         if torch.is_autocast_enabled("cpu"):
@@ -232,7 +236,8 @@ class AsOnCuda(TorchFunctionMode):
 @functools.cache
 def _is_plain(func: Any) -> bool:
     """Whether it is the same on CUDA, like the attributes that a step reads all the time."""
-    return func not in _REPLACED and func not in _IN_FLOAT32 | _TO_FLOAT32 and _find_body(func) is None
+    replaced = func in _REPLACED or func in _IN_FLOAT32 | _TO_FLOAT32 or is_assumed(func)
+    return not replaced and _find_body(func) is None
 
 
 @functools.cache

@@ -120,6 +120,11 @@ class AssumedArrays(TorchFunctionMode):
         return answer(self.numbers.value, *args, **kwargs)
 
 
+def is_assumed(func: object) -> bool:
+    """Return whether :class:`AssumedArrays` answers a function."""
+    return func in _ARRAYS
+
+
 def _as_array(value: Callable[[torch.dtype], Any], tensor: Tensor, *_: object, **__: object) -> Any:
     return numpy.full(tuple(tensor.shape), value(tensor.dtype), str(tensor.dtype).removeprefix("torch."))
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import ops
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from lightning_fasttrain.memory.allocation_trace import run_cached
+from lightning_fasttrain.core.modules.fake_mode import run_cached
 from lightning_fasttrain.memory.fake_operators import AssumedNumbers
 
 
@@ -23,7 +23,7 @@ class FlopCounter(AssumedNumbers):
         self.total = 0
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        result = run_cached(func, args, kwargs)
+        result, _ = run_cached(func, args, kwargs)
         self.total += flops_of(func, args, kwargs, result) or 0
         return result
 

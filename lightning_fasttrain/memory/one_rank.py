@@ -10,12 +10,14 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils._mode_utils import no_dispatch
 
 from lightning_fasttrain.core.host.lightning import has_buckets_beside_gradients
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.fake_mode import FakeMode
 from lightning_fasttrain.core.modules.parameters import bytes_of, quantized_tensors, trained_parameters
 from lightning_fasttrain.memory.allocation_trace import FOR_EVER, Allocation
 from lightning_fasttrain.technique.declarations import PredictedStep
@@ -56,7 +58,7 @@ def sharded(
     rank: int,
     forward: Callable[[Any], object],
     planned: PredictedStep,
-    mode: FakeTensorMode,
+    mode: FakeMode,
 ) -> Iterator[Callable[[Any], Any]]:
     """Shard ``model`` in place as ``rank`` of ``world`` does, inside of ``mode``.
 
@@ -83,8 +85,8 @@ def sharded(
             _move_to_meta_(model)
             setattr(model, STEP, forward)
             strategy.shard_predicted_(model, world, planned.precision, STEP)
-        # As for a model that was built on the meta device: FSDP2 takes its shards from here.
-        model.to_empty(device="cpu")
+        # As to_empty() does for a model on the meta device: FSDP2 takes its shards from here.
+        model._apply(partial(_leave_meta, mode))
         planned.without_reduction = partial(strategy.without_reduction, model)
         yield getattr(model, STEP)
 
@@ -100,6 +102,16 @@ def _move_to_meta_(model: nn.Module) -> None:
                 like = torch.empty_strided(parameter.size(), parameter.stride(), dtype=parameter.dtype, device="meta")
                 moved[parameter] = nn.Parameter(like, parameter.requires_grad)
             module._parameters[name] = moved[parameter]
+
+
+def _leave_meta(mode: FakeMode, tensor: Tensor) -> Tensor:
+    """Return a tensor of ``mode`` like a parameter on the meta device, or a shard like one there."""
+    if isinstance(tensor, DTensor):
+        return DTensor(_leave_meta(mode, tensor._local_tensor), tensor._spec, requires_grad=False)  # type: ignore[call-arg]
+    if isinstance(tensor, FakeTensor):
+        return tensor  # a buffer
+    with no_dispatch():
+        return mode.wrap(torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta"))
 
 
 @contextmanager
@@ -267,7 +279,7 @@ class OneRank:
 
     @contextmanager
     def shard(
-        self, model: nn.Module, forward: Callable[[Any], object], planned: PredictedStep, mode: FakeTensorMode
+        self, model: nn.Module, forward: Callable[[Any], object], planned: PredictedStep, mode: FakeMode
     ) -> Iterator[Callable[[Any], Any]]:
         """Shard ``model`` in place, if the strategy does so; yield ``forward`` as the strategy runs it."""
         if not isinstance(self.strategy, ShardsFakeModel):

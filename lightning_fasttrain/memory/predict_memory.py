@@ -357,18 +357,17 @@ def _trace_steps(trace: AllocationTrace, step: _Step, ranks: Sequence[OneRank]) 
         undo.enter_context(torch.compiler.set_stance("force_eager"))
         # The trace begins after the optimizer is built, which does not belong to a step.
         undo.enter_context(trace)
-        undo.enter_context(AssumedArrays(trace))
         undo.enter_context(one_document_a_row(step.batch))
         undo.enter_context(trace.watch(net))
         # With prefetching the next batch exists too, until the end of the steps.
-        data, *_ahead = _load_batches(trace, step, net, plugin, mode)
+        with AssumedArrays(trace):
+            data, *_ahead = _load_batches(trace, step, net, plugin, mode)
+        undo.enter_context(AsOnCuda(trace) if planned.on_cuda else AssumedArrays(trace))
         if planned.on_cuda:
             for stepper in steppers:
                 step_in_lists_(stepper)
             # Autograd runs the backward in a thread of its own, and each thread has a handle of cuBLAS.
             trace.reserve(2 * CUBLAS_WORKSPACE, "two cuBLAS workspaces")
-            # It covers the backward too, which may recompute blocks.
-            undo.enter_context(AsOnCuda())
             undo.enter_context(traced_as("cuda"))
         run = functools.partial(step_as_trainer, trace, forward, data, steppers[0], planned)
         warm_up = functools.partial(run, warms_up=True)

@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.bench.gpt import GPTConfig, GPTModule
-from lightning_fasttrain.core.modules.fake_mode import FakeMode
+from lightning_fasttrain.core.modules import fake_mode
+from lightning_fasttrain.core.modules.fake_mode import CallKey, FakeMode
 from lightning_fasttrain.memory import allocation_trace
 from lightning_fasttrain.memory.one_rank import fake_ranks
 from tests.support.nets import TinyLM, lm_batches
@@ -24,12 +25,12 @@ class Cached(TorchDispatchMode):
     """Runs every operator through the cache and counts those that run."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return allocation_trace.run_cached(func, args, kwargs or {})
+        return fake_mode.run_cached(func, args, kwargs or {})[0]
 
 
 @pytest.fixture(autouse=True)
 def _empty_cache(monkeypatch):
-    monkeypatch.setattr(allocation_trace, "_cache", {})
+    monkeypatch.setattr(fake_mode, "_cache", {})
 
 
 CALLS = {
@@ -117,8 +118,8 @@ def test_errors_are_raised_every_time():
 
 def test_operators_run_once_for_the_same_shapes(monkeypatch):
     ran = []
-    run = allocation_trace._run_and_cache
-    monkeypatch.setattr(allocation_trace, "_run_and_cache", lambda *call: ran.append(call[0]) or run(*call))
+    run = FakeTensorMode.dispatch
+    monkeypatch.setattr(FakeTensorMode, "dispatch", lambda *call: ran.append(call[1]) or run(*call))
     for _ in range(2):
         with FakeTensorMode(), Cached():
             x = torch.empty(4, 6)
@@ -130,11 +131,11 @@ def test_operators_run_once_for_the_same_shapes(monkeypatch):
 
 
 def test_the_cache_does_not_grow_without_limit(monkeypatch):
-    monkeypatch.setattr(allocation_trace, "MOST_ENTRIES", 10)
+    monkeypatch.setattr(fake_mode, "_MOST_ENTRIES", 10)
     with FakeTensorMode(), Cached():
         for size in range(40):
             assert (torch.empty(size, 2) + 1).shape == (size, 2)
-            assert 1 <= len(allocation_trace._cache) <= 10
+            assert 1 <= len(fake_mode._cache) <= 10
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -159,14 +160,28 @@ MODELS = {
 }
 
 
+STRATEGIES = {"GPT": {"strategy": ft.FSDP2Strategy(tensor_parallel=2), "world": 4}}
+SHARDED = {"strategy": ft.FSDP2Strategy(), "world": 5}
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("name", MODELS)
-def test_predictions_equal_those_of_operators_that_all_run(name, device, monkeypatch):
-    def predict():
-        return repr(ft.predict_memory(*MODELS[name], device=device, techniques=[ft.ActivationCheckpointing()]))
+def test_predictions_equal_those_of_operators_that_all_run(name, device, is_sharded, monkeypatch):
+    sharding = STRATEGIES.get(name, SHARDED) if is_sharded else {}
 
+    def predict():
+        techniques = [ft.ActivationCheckpointing()]
+        return repr(ft.predict_memory(*MODELS[name], device=device, techniques=techniques, **sharding))
+
+    predict()
     cached = predict()
-    monkeypatch.setattr(allocation_trace, "run_cached", lambda func, args, kwargs: func(*args, **kwargs))
+
+    def run_all(func, args, kwargs, mode=None, run=None):
+        return (func(*args, **kwargs) if run is None else run(args, kwargs)), CallKey(None, [])
+
+    for module in (allocation_trace, fake_mode):
+        monkeypatch.setattr(module, "run_cached", run_all)
     assert predict() == cached
 
 
@@ -190,8 +205,8 @@ def test_lists_of_shards_take_the_memory_that_each_operator_takes(name, monkeypa
     shorter = predict()
     with monkeypatch.context() as patches:
         patches.setattr(allocation_trace, "run_on_shards", lambda *call: NotImplemented)
-        find = allocation_trace._find_kind
-        patches.setattr(allocation_trace, "_find_kind", lambda func: find(func)._replace(writes_a_list=False))
+        find = fake_mode._find_kind
+        patches.setattr(fake_mode, "_find_kind", lambda func: find(func)._replace(writes_a_list=False))
         # DTensor propagates each sharding once, with further tensors.
         predict()
         assert predict() == shorter

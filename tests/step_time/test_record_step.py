@@ -8,7 +8,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import lightning_fasttrain as ft
+from lightning_fasttrain.core.modules.fake_mode import CallKey
+from lightning_fasttrain.memory import allocation_trace
 from lightning_fasttrain.memory.predict_memory import count_flops, predict_strategies
+from lightning_fasttrain.step_time import record_step
 from lightning_fasttrain.step_time.add_collectives import add_collectives
 from lightning_fasttrain.step_time.record_step import ELEMENTWISE, PRODUCT, Collective, Kernel, StepRecorder
 from lightning_fasttrain.strategy.traffic import gather_bytes, predict_traffic
@@ -36,6 +39,7 @@ def mean(net, batch):
 
 
 X = torch.zeros(2, 32, 64)
+UNKNOWN = CallKey(None, [])
 
 
 def recorded(module, batch=X, strategy=None, world=1, fuses=False, **settings):
@@ -164,6 +168,34 @@ def test_collectives_move_what_the_formulas_of_traffic_say(strategy, name, preci
     settings = {"world_size": 4, "precision": precision, "strategies": (name,), "micro_batches": 2}
     (traffic,) = predict_traffic(blocks()(), torch.optim.AdamW, **settings)
     assert sent == pytest.approx(traffic.ranks, rel=0.002)
+
+
+@pytest.mark.parametrize("strategy", [None, "fsdp2"])
+def test_a_step_whose_kernels_are_known_is_recorded_like_one_whose_kernels_are_not(strategy, monkeypatch):
+    def record():
+        sharding = {"strategy": ft.FSDP2Strategy(), "world": 4} if strategy else {}
+        return recorded(blocks(), techniques=[ft.ActivationCheckpointing()], device="cuda", **sharding)
+
+    record()
+    known = record()
+    monkeypatch.setattr(record_step, "_kernels", {})
+    monkeypatch.setattr(allocation_trace, "run_cached", lambda func, args, kwargs: (func(*args, **kwargs), UNKNOWN))
+    described = record()
+    assert record_step._kernels == {}
+    assert (described.events, described.gradients) == (known.events, known.gradients)
+
+
+def test_a_kernel_reads_the_elements_of_a_view_that_are_in_memory():
+    def loss(net, batch):
+        rows = net(batch)  # [2, 32, 64]
+        expanded = rows[:, 0, :8].unsqueeze(1).expand(2, 100, 8)
+        windows = rows.flatten().unfold(0, 64, 1)
+        return expanded.exp().sum() + windows.exp().sum()
+
+    step = recorded(lambda: nn.Linear(64, 64), loss=loss, precision="32-true", device="cuda")
+    first, second = [kernel for kernel in step.kernels if kernel.op == "exp"]
+    assert (first.read, first.written) == (2 * 8 * 4, 2 * 100 * 8 * 4)
+    assert (second.read, second.written) == (2 * 32 * 64 * 4, (2 * 32 * 64 - 63) * 64 * 4)
 
 
 def test_each_event_waits_for_earlier_collectives_alone_and_the_update_for_all_reductions():
