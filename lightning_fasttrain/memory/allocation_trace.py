@@ -53,6 +53,9 @@ class Recorder:
     def note_gradient(self, gradient: Tensor) -> None:
         """Take note that a gradient is complete."""
 
+    def note_memory(self, allocations: "Sequence[Allocation]", since: int) -> None:
+        """Take note of the allocations of a finished trace on one rank, of which the last step began at ``since``."""
+
     def finish(self, micro_batches: int, batches: int, rank: object) -> None:
         """Keep the step that was recorded last, of ``rank``, with the numbers of a real step."""
 

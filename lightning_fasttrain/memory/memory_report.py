@@ -3,13 +3,14 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_fasttrain.core.messages import Report, ReportTable, format_bytes, number_of
 from lightning_fasttrain.memory.allocation_trace import Allocation
 from lightning_fasttrain.profiling.memory_record import CATEGORIES
 
 LARGEST = 10  # holders that are listed
+_STATES = ("parameters", "gradients", "optimizer state")
 
 
 @dataclass(frozen=True)
@@ -104,17 +105,11 @@ def report(
         reserved_bytes: as in the report; by default the peak.
         about: ``device``, ``precision`` and ``notes`` of the report.
     """
-    counted, births, deaths = [], [], []
-    for allocation in allocations:
-        if allocation.died > since:
-            counted.append(allocation)
-            births.append((max(allocation.born, since), allocation.nbytes, allocation))
-            deaths.append((allocation.died, -allocation.nbytes, allocation))
+    counted, changes = _list_changes(allocations, since)
     now: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
     peaks = dict(now)
     total, peak_bytes, peak = 0, -1, (since, counted[0])
-    # Times differ, except at `since`; sorting is stable, so memory that existed then is counted first.
-    for time, change, allocation in sorted(births + deaths, key=lambda event: event[0]):
+    for time, change, allocation in changes:
         category = allocation.category
         now[category] += change
         total += change
@@ -140,6 +135,41 @@ def report(
         holders=_find_largest(held),
         **about,
     )
+
+
+def _list_changes(
+    allocations: Sequence[Allocation], since: int
+) -> tuple[list[Allocation], list[tuple[int, int, Allocation]]]:
+    """Return the allocations that exist from ``since`` on, and the times at which memory changes, with the bytes."""
+    counted, births, deaths = [], [], []
+    for allocation in allocations:
+        if allocation.died > since:
+            counted.append(allocation)
+            births.append((max(allocation.born, since), allocation.nbytes, allocation))
+            deaths.append((allocation.died, -allocation.nbytes, allocation))
+    # Times differ, except at `since`; sorting is stable, so memory that existed then is counted first.
+    return counted, sorted(births + deaths, key=lambda event: event[0])
+
+
+class Moment(NamedTuple):
+    """A moment of a step: what allocates memory, and where."""
+
+    phase: str
+    module: str
+    op: str
+
+
+def find_moments(allocations: Sequence[Allocation], since: int) -> dict[Moment, tuple[int, int]]:
+    """Return the most bytes at each moment from the time ``since`` on, and those of states among them."""
+    moments: dict[Moment, tuple[int, int]] = {}
+    total = states = 0
+    for _, change, allocation in _list_changes(allocations, since)[1]:
+        total += change
+        states += change if allocation.category in _STATES else 0
+        if change > 0:
+            moment = Moment(allocation.phase, allocation.module, allocation.op)
+            moments[moment] = max((total, states), moments.get(moment, (0, 0)))
+    return moments
 
 
 def peak_of(allocations: Sequence[Allocation], since: int) -> int:

@@ -275,6 +275,7 @@ def _predict(
     for one in ranks:
         allocations = one.allocations(trace.allocations, since)
         host = one.host_allocations(trace.allocations, since)
+        step.recorder.note_memory(allocations, since)
         reserved = place_in_blocks(allocations) if on_cuda else None
         notes = [*step.planned.notes, *one.notes(on_cuda)]
         if trace.assumed:

@@ -1,7 +1,7 @@
 """Choose the fastest combination of techniques that fits a memory limit, and explain what acts on a run.
 
 From the bottom up: ``candidates``, ``timing``, ``plan``, ``search``, ``make_plan``, ``auto``, ``auto_batch_size``,
-``why_not``, ``explain``, ``cluster_plan``, ``plan_cluster``.
+``why_not``, ``explain``, ``cluster_plan``, ``predict_layout``, ``plan_cluster``.
 """
 
 from typing import TYPE_CHECKING

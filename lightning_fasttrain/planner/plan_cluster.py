@@ -2,37 +2,30 @@
 
 import heapq
 import os
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_fasttrain.core.batch import batch_of, count_batch
-from lightning_fasttrain.core.batch.leaves import batch_size, walk_leaves
+from lightning_fasttrain.core.batch.leaves import batch_size
 from lightning_fasttrain.core.checks import PositiveFloat, PositiveInt, check_arguments, one_of
 from lightning_fasttrain.core.device import GIB
-from lightning_fasttrain.core.messages import explain, first_line, quiet_libraries
-from lightning_fasttrain.core.modules.blocks import find_blocks
+from lightning_fasttrain.core.messages import explain, first_line
 from lightning_fasttrain.core.modules.fake_mode import FakeMode
-from lightning_fasttrain.loss import FusedLossHead
 from lightning_fasttrain.memory.fake_step import fake_module
 from lightning_fasttrain.memory.predict_memory import PREDICTED_PRECISIONS, Loss
-from lightning_fasttrain.model.activation_checkpointing import ActivationCheckpointing
-from lightning_fasttrain.planner.cluster_plan import RECOMPUTED, ClusterPlan, Layout, PlannedLayout
+from lightning_fasttrain.planner.cluster_plan import ClusterPlan, Layout, PlannedLayout
+from lightning_fasttrain.planner.predict_layout import DEPTHS, LayoutPredictor, PredictedLayout
 from lightning_fasttrain.step_time.accelerators import ACCELERATORS
 from lightning_fasttrain.step_time.machine import Link, Machine, read_machine
-from lightning_fasttrain.step_time.predict_time import TimeReport, predict_on
 from lightning_fasttrain.strategy.choose_strategy import unfit_family
 from lightning_fasttrain.strategy.memory_limits import check_headroom, gib
-from lightning_fasttrain.strategy.zero.zero_states import ZeROSizes, make_optimizer
+from lightning_fasttrain.strategy.zero.zero_states import make_optimizer
 from lightning_fasttrain.technique import Technique
-from lightning_fasttrain.technique.declarations import Facts, add_model
 
-_DEPTHS = 3, 4  # blocks of the models on which layouts are compared: fewer do not hold all that is prefetched
 _MOST_RANKS_PER_BATCH = 16
 _MOST_TOKENS = 2**15  # of a micro-batch: larger ones compute hardly faster
 _CURVE, _MOST_LINES = (0.5, 1, 2), 3  # times the devices; strategies
@@ -40,7 +33,6 @@ _LEFT_OUT = (
     "Not predicted, and left out: pipeline parallelism, offload, and tensor or context parallel ranks together with "
     "replicas or with each other."
 )
-_STATES = ("parameters", "gradients", "optimizer state")
 
 
 def _ignore(what: str) -> None:
@@ -139,7 +131,7 @@ def plan_cluster(
     tell("looking at the model")
     net = fake_module(module, FakeMode())
     given = {"loss": loss, "optimizer": optimizer, "precision": precision, "machine": profile}
-    predictor = _Predictor(net, batch, list(techniques), given, tell)
+    predictor = LayoutPredictor(net, batch, list(techniques), given, tell)
     cluster = _Cluster(devices, nodes, samples)
     usable = int(profile.memory_gib * GIB * (1 - headroom))
     search = _Search(predictor, usable, precision, max(1, _MOST_TOKENS // each), tokens and tokens / each)
@@ -244,137 +236,12 @@ def _name_multiples(number: int, divisor: int, words: str) -> str:
     return words + " or ".join(f"{multiple:,}" for multiple in multiples if multiple)
 
 
-@dataclass(frozen=True)
-class _Point:
-    """The predicted step of a layout; ``states`` are the bytes of its states at the peak."""
-
-    seconds: float
-    low: float
-    high: float
-    ideal_seconds: float  # of its model FLOPs at the peak
-    peak_bytes: float
-    states: float
-    exact: bool = True
-
-    @staticmethod
-    def of(report: TimeReport) -> "_Point":
-        states = sum(report.memory.at_peak[category] for category in _STATES)
-        times = report.seconds, report.low, report.high
-        return _Point(*times, report.mfu * report.seconds, report.peak_bytes, states)
-
-    def continued(self, deeper: "_Point", times: float) -> "_Point":
-        """Return ``deeper`` with ``times`` more of what it has more than this one."""
-        values = [
-            more + times * (more - less) for less, more in zip(astuple(self)[:-1], astuple(deeper)[:-1], strict=True)
-        ]
-        return _Point(*values, exact=False)
-
-
-class _Predictor:
-    """Predicts layouts of one model: on the whole model, or on shallow ones where that is nearly the same."""
-
-    def __init__(
-        self,
-        net: nn.Module,
-        batch: Any,
-        techniques: list[Technique],
-        given: dict[str, Any],
-        tell: Callable[[str], object],
-    ) -> None:
-        self.net, self.batch, self.techniques, self.given, self.tell = net, batch, techniques, given, tell
-        self.size = batch_size(batch)
-        self.shallow, self.times, self.depth = _make_shallow(net)
-        # ZeRO reduces gradients by buckets: with several blocks in each, a step is not in proportion to the blocks.
-        self.fills_buckets = _count_weights(self.shallow) >= ZeROSizes.reduce_bucket
-        self.known: dict[tuple[Layout, bool], _Point] = {}
-        facts, given_kinds = add_model(Facts("cuda"), net), {type(one) for one in techniques}
-        has_logits = count_batch(batch)[1] > 0 and FusedLossHead.why_not(facts) is None
-        self.can_fuse = has_logits and FusedLossHead not in given_kinds
-        self.recomputed: tuple[str, ...] = ("",)
-        if facts.blocks and ActivationCheckpointing not in given_kinds:
-            self.recomputed = RECOMPUTED
-
-    def predict(self, layout: Layout, exact: bool) -> _Point:
-        in_proportion = self.fills_buckets or not layout.strategy.startswith("zero")
-        exact = exact or not (self.shallow and in_proportion)
-        if (layout, exact) not in self.known:
-            self.tell(f"{len(self.known) + 1} layouts: {layout}")
-            nets = [self.net] if exact else self.shallow
-            with quiet_libraries(), warnings.catch_warnings():  # about layouts that are left out, too
-                warnings.simplefilter("ignore")
-                points = [_Point.of(self._predict(net, layout, exact)) for net in nets]
-            self.known[layout, exact] = points[0]
-            if not exact:
-                self.known[layout, exact] = points[0].continued(points[1], self.times)
-        return self.known[layout, exact]
-
-    def _predict(self, net: nn.Module, layout: Layout, exact: bool) -> TimeReport:
-        return predict_on(
-            net,
-            resize_batch(self.batch, self.size, layout.micro_batch),
-            devices=layout.devices,
-            nodes=layout.nodes,
-            strategy=layout.make_strategy(),
-            techniques=[*self.techniques, *layout.techniques()],
-            accumulate=layout.accumulate,
-            warms_up=exact,
-            **self.given,
-        )
-
-
-def resize_batch(batch: Any, size: int, samples: int) -> Any:
-    """Return a batch of ``samples`` samples without values, like one of ``size``."""
-
-    def resize(leaf: Any, path: str) -> Any:
-        if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == size:
-            return torch.empty((samples, *leaf.shape[1:]), dtype=leaf.dtype, device="meta")
-        if isinstance(leaf, list | tuple) and len(leaf) == size:
-            return type(leaf)([leaf[0]] * samples)
-        return leaf
-
-    return walk_leaves(batch, resize, "batch")
-
-
-def _make_shallow(net: nn.Module) -> tuple[list[nn.Module], float, int]:
-    """Return copies of a deep model with few of its equal blocks, what is missing in units of their difference, depth.
-
-    None are made of models whose blocks differ, or are in several lists.
-    """
-    try:
-        blocks = find_blocks(net)
-    except ValueError:
-        return [], 0.0, 0
-    parents = {name.rpartition(".")[0] for name in blocks}
-    parent = next(iter(parents))
-    listed = net.get_submodule(parent)
-    shapes = set()
-    for block in blocks.values():
-        shapes.add(tuple(parameter.shape for parameter in block.parameters()))
-    is_list = isinstance(listed, nn.ModuleList) and len(listed) == len(blocks)
-    if len(parents) > 1 or len(shapes) > 1 or not is_list or len(blocks) <= 2 * _DEPTHS[1]:
-        return [], 0.0, len(blocks)
-    made = []
-    for depth in _DEPTHS:
-        copied = fake_module(net, FakeMode())
-        kept = copied.get_submodule(parent)
-        assert isinstance(kept, nn.ModuleList)
-        del kept[depth:]
-        made.append(copied)
-    return made, (len(blocks) - _DEPTHS[1]) / (_DEPTHS[1] - _DEPTHS[0]), len(blocks)
-
-
-def _count_weights(shallow: Sequence[nn.Module]) -> int:
-    """Return the elements of one block's parameters: what the deepest model has more than the others; 0 for none."""
-    if not shallow:
-        return 0
-    least, most = (sum(map(Tensor.numel, net.parameters())) for net in shallow)
-    return most - least
-
-
 class _Search:
     """Finds the fastest layouts that fit."""
 
-    def __init__(self, predictor: _Predictor, usable: int, precision: str, most: int, samples: float | None) -> None:
+    def __init__(
+        self, predictor: LayoutPredictor, usable: int, precision: str, most: int, samples: float | None
+    ) -> None:
         self.predictor, self.usable, self.precision, self.most = predictor, usable, precision, most
         self.samples = samples
         self.heads: tuple[bool, ...] = (False, True) if predictor.can_fuse else (False,)
@@ -391,7 +258,7 @@ class _Search:
             exact: whether the first of them is predicted on the whole model.
             most: samples of the largest micro-batches; by default the usual ones.
         """
-        queue: list[tuple[float, int, Layout, _Point]] = []
+        queue: list[tuple[float, int, Layout, PredictedLayout]] = []
         seen: set[tuple[Layout, bool]] = set()
 
         def push(layout: Layout, exact: bool = False) -> None:
@@ -444,7 +311,7 @@ class _Search:
         """Return whether gradients are reduced in bfloat16, where other strategies reduce them in float32."""
         return layout.strategy.startswith("zero") and self.precision == "bf16-mixed"
 
-    def _predict(self, layout: Layout, exact: bool = False) -> _Point | None:
+    def _predict(self, layout: Layout, exact: bool = False) -> PredictedLayout | None:
         """Return the prediction; None where the step cannot run so, which is noted."""
         try:
             return self.predictor.predict(layout, exact)
@@ -458,7 +325,7 @@ class _Search:
             self.left_out.setdefault(f"{layout.family}{beside}", first_line(error).rstrip("."))
             return None
 
-    def _list_leaner(self, layout: Layout, point: _Point, largest: int) -> Iterator[Layout]:
+    def _list_leaner(self, layout: Layout, point: PredictedLayout, largest: int) -> Iterator[Layout]:
         """Yield what may fit where this does not: sharded gradients, smaller micro-batches, more recomputation."""
         if layout.strategy == "fsdp2" and layout.accumulate > 1 and layout.reduce_once:
             yield replace(layout, reduce_once=False)
@@ -477,7 +344,7 @@ class _Search:
         if further < len(self.predictor.recomputed):
             yield replace(layout, recompute=self.predictor.recomputed[further])
 
-    def _row(self, layout: Layout, point: _Point) -> PlannedLayout:
+    def _row(self, layout: Layout, point: PredictedLayout) -> PlannedLayout:
         samples = layout.micro_batch * layout.accumulate * layout.devices // layout.ranks_per_batch
         hours = self.samples and self.samples / samples * point.seconds / 3600
         return PlannedLayout(
@@ -557,7 +424,7 @@ class _Search:
     def list_notes(self, machine: Machine, rows: Sequence[PlannedLayout]) -> Iterator[str]:
         """Yield what the plan assumes, and what it left out."""
         if self.predictor.shallow:
-            shallow, deep = " and ".join(map(str, _DEPTHS)), self.predictor.depth
+            shallow, deep = " and ".join(map(str, DEPTHS)), self.predictor.depth
             yield (
                 "The first row is predicted on the whole model, the others, and other numbers of devices, on "
                 f"{shallow} of its {deep} blocks."

@@ -39,6 +39,7 @@ class TimeReport(Report):
         mfu: the share of the peak of the precision that the model's FLOPs reach, without recomputation.
         by_kind: products, attention, element-wise, optimizer, exposed communication, launches and waiting → seconds.
         hidden_seconds: communication beside computing.
+        host_seconds: in which the host starts all kernels and collectives, where it runs ahead of the device.
         flops: of the model in a step on each device.
         peak_bytes: the peak memory of a device, as :func:`~lightning_fasttrain.predict_memory` predicts it.
         memory: that prediction.
@@ -58,6 +59,7 @@ class TimeReport(Report):
     mfu: float
     by_kind: dict[str, float]
     hidden_seconds: float
+    host_seconds: float
     flops: int
     peak_bytes: int
     memory: MemoryReport
@@ -196,8 +198,14 @@ def predict_on(
     loss: Loss | None,
     optimizer: Optimizer | Callable[[Any], Optimizer] | None,
     warms_up: bool = True,
+    recorder: StepRecorder | None = None,
 ) -> TimeReport:
-    """Predict as :func:`predict_time` does, on a machine that has been read; ``warms_up`` as in predictions of memory.
+    """Predict as :func:`predict_time` does, on a machine that has been read.
+
+    Args:
+        warms_up: as of :func:`~lightning_fasttrain.memory.predict_memory.predict_strategies`.
+        recorder: of :func:`recorder_for` these techniques, for what else it keeps of the step.
+        others: as of :func:`predict_time`.
 
     Raises:
         ValueError: a strategy or technique that offloads, and as for :func:`predict_time`.
@@ -214,7 +222,7 @@ def predict_on(
     if offloading:
         _refuse_offload(offloading[0])
     techniques, batch = check_together(techniques), batch_of(batch)
-    recorder = recorder_for(techniques)
+    recorder = recorder or recorder_for(techniques)
     (memory,) = predict_strategies(
         module,
         batch,
@@ -288,6 +296,7 @@ def _report(
         mfu=flops / simulated.seconds / _peak(step, profile, tf32),
         by_kind=simulated.by_kind,
         hidden_seconds=simulated.hidden,
+        host_seconds=simulated.host,
         flops=flops,
         peak_bytes=memory.peak_bytes,
         memory=memory,

@@ -15,6 +15,7 @@ from lightning_fasttrain.core.modules.blocks import find_blocks
 from lightning_fasttrain.core.modules.fake_mode import is_strided
 from lightning_fasttrain.memory.allocation_trace import Allocation, AllocationTrace, Call, Recorder
 from lightning_fasttrain.memory.kernel_flops import flops_of
+from lightning_fasttrain.memory.memory_report import Moment, find_moments
 from lightning_fasttrain.memory.one_rank import OneRank
 
 PRODUCT, ATTENTION, ATTENTION_BACKWARD, ELEMENTWISE = "products", "attention", "attention backward", "element-wise"
@@ -194,6 +195,8 @@ class StepRecorder(Recorder):
         steps: the last step of each finished trace; there are several where values that code reads are assumed.
         batches: number of batches whose gradients a step sums.
         rank: the rank that was traced.
+        moments: the most bytes at each moment of the steps, and those of states among them, without the rounding of a
+            caching allocator.
     """
 
     batches: int
@@ -202,6 +205,7 @@ class StepRecorder(Recorder):
     def __init__(self, fuses: bool = False, captures: bool = False) -> None:
         self.fuses, self.captures = fuses, captures
         self.steps: list[RecordedStep] = []
+        self.moments: dict[Moment, tuple[int, int]] = {}
         self._compiled: dict[str, str] = {}  # name of a module in a compiled block → that of the block
         self.begin_step()
 
@@ -227,6 +231,10 @@ class StepRecorder(Recorder):
             self._step.update = len(self._step.events)
         self.steps.append(self._step)
         self.batches, self.rank = batches, rank
+
+    def note_memory(self, allocations: Sequence[Allocation], since: int) -> None:
+        for moment, held in find_moments(allocations, since).items():
+            self.moments[moment] = max(held, self.moments.get(moment, held))
 
     def note_gradient(self, gradient: Tensor) -> None:
         self._step.gradients.append((len(self._step.events), gradient.nbytes))

@@ -86,17 +86,20 @@ class SimulatedStep:
         seconds: of the whole step.
         by_kind: kind of time, of ``KINDS`` → seconds; they add up to ``seconds``.
         hidden: seconds of communication beside computing.
+        host: seconds in which the host starts all of it, where it runs ahead; no step is shorter.
     """
 
     seconds: float
     by_kind: dict[str, float]
     hidden: float = 0.0
+    host: float = 0.0
 
     def continued(self, shorter: "SimulatedStep", times: int) -> "SimulatedStep":
         """Return this step with ``times`` more of what it has more than ``shorter``."""
         by_kind = {kind: max(0.0, ms + times * (ms - shorter.by_kind[kind])) for kind, ms in self.by_kind.items()}
         hidden = self.hidden + times * (self.hidden - shorter.hidden)
-        return SimulatedStep(self.seconds + times * (self.seconds - shorter.seconds), by_kind, hidden)
+        host = self.host + times * (self.host - shorter.host)
+        return SimulatedStep(self.seconds + times * (self.seconds - shorter.seconds), by_kind, hidden, host)
 
 
 @dataclass
@@ -165,6 +168,7 @@ class Timeline:
             self._order.append(launched - 1)
             if event.reads_value:
                 self._points.append((before + 1, place, "read", ()))
+        self._started = launched
         self._points.append((len(self._order), len(self.events), "end", ()))
         self._ends = numpy.array([point[0] for point in self._points], dtype=int)
 
@@ -202,7 +206,11 @@ class Timeline:
         run = _Streams(self, machine, by_kind, host_s if machine.runs_ahead else 0.0)
         run.lead = started - done[:-1]  # when the host starts a kernel, less the kernels before it
         run.done = done
-        return run.run(self._points)
+        simulated = run.run(self._points)
+        if not machine.runs_ahead:
+            return simulated
+        hooks = sum(isinstance(event, Collective) and event.hooked for event in self.events)
+        return replace(simulated, host=self._started * host_s + hooks * machine.sharding_us * 1e-6)
 
 
 def _kind_of_time(kernel: Kernel) -> str:

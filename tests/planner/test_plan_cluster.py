@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 import lightning_fasttrain as ft
+from lightning_fasttrain.core.modules.fake_mode import FakeMode
+from lightning_fasttrain.memory.fake_step import fake_module
 from lightning_fasttrain.planner import Layout, plan_cluster
-from lightning_fasttrain.planner.plan_cluster import resize_batch
+from lightning_fasttrain.planner.predict_layout import DEPTHS, LayoutPredictor, resize_batch
 from lightning_fasttrain.step_time import read_machine
 from lightning_fasttrain.strategy.zero.zero_states import ZeROStage
 from tests.support.nets import TinyLM, lm_batches
@@ -130,6 +132,45 @@ def test_a_deep_model_is_compared_on_shallow_ones():
     plan = planned(deep, machine=machine, devices=4, top=3, loss=loss_of_deep)
     assert any("on 3 and 4 of its 12 blocks" in note for note in plan.notes)
     check_rows(plan, machine, seconds=0.02, peak_bytes=0.05)
+
+
+class AfterALongOne(nn.Module):
+    """Blocks after a product that is longer, and has a larger gradient, than a few of them together."""
+
+    def __init__(self, wide, blocks=40):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, wide, bias=False)
+        self.blocks = nn.ModuleList(net(blocks))
+
+    def forward(self, x):
+        first = self.first(x.expand(len(x), WIDTH))
+        y = x + first.mean(-1, keepdim=True)
+        for block in self.blocks:
+            y = block(y)
+        return y
+
+
+def predict_both(module, samples, machine, layout):
+    """Predict a layout on shallow models, and on the whole one."""
+    given = {**STEP, "precision": "bf16-mixed", "machine": machine}
+    predictor = LayoutPredictor(
+        fake_module(module, FakeMode()), torch.zeros(samples, WIDTH), [], given, lambda said: None
+    )
+    assert len(predictor.shallow) == len(DEPTHS)
+    return [predictor.predict(replace(layout, micro_batch=samples), exact) for exact in (False, True)]
+
+
+@pytest.mark.parametrize("layout", [Layout("ddp", devices=4), Layout("fsdp2", devices=4)], ids=str)
+def test_a_deep_model_may_reach_its_peak_at_another_moment(layout):
+    shallow, whole = predict_both(lambda: AfterALongOne(2**14), 1024, machine_of(640), layout)
+    assert shallow.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.03)
+
+
+def test_a_long_kernel_does_not_hide_the_launches_of_a_deep_model():
+    machine = replace(machine_of(640), host_us=200.0)
+    shallow, whole = predict_both(lambda: AfterALongOne(2**18), 4096, machine, Layout("one"))
+    assert whole.host_seconds > 0.8 * whole.seconds
+    assert shallow.seconds == pytest.approx(whole.seconds, rel=0.1)
 
 
 class Manual(L.LightningModule):

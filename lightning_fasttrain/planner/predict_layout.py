@@ -1,0 +1,222 @@
+"""Predict the step of a layout: on the whole model, or on shallow ones where its blocks are equal."""
+
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fasttrain.core.batch import count_batch
+from lightning_fasttrain.core.batch.leaves import batch_size, walk_leaves
+from lightning_fasttrain.core.messages import quiet_libraries
+from lightning_fasttrain.core.modules.blocks import find_blocks
+from lightning_fasttrain.core.modules.fake_mode import FakeMode
+from lightning_fasttrain.loss import FusedLossHead
+from lightning_fasttrain.memory.fake_step import fake_module
+from lightning_fasttrain.memory.memory_report import Moment
+from lightning_fasttrain.model.activation_checkpointing import ActivationCheckpointing
+from lightning_fasttrain.planner.cluster_plan import RECOMPUTED, Layout
+from lightning_fasttrain.step_time.predict_time import TimeReport, predict_on, recorder_for
+from lightning_fasttrain.strategy.zero.zero_states import ZeROSizes
+from lightning_fasttrain.technique import Technique
+from lightning_fasttrain.technique.declarations import Facts, add_model
+
+DEPTHS = 3, 4
+"""Blocks of the models on which layouts are compared; fewer do not hold all that is prefetched."""
+_AT_ENDS = 2  # blocks from the first and from the last that are equal in models of any depth
+
+Moments = Mapping[Moment, tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class PredictedLayout:
+    """The predicted step of a layout.
+
+    Args:
+        seconds, low, high: as of a :class:`TimeReport`.
+        ideal_seconds: those of its model FLOPs at the peak of the device.
+        host_seconds: in which the host starts all of it.
+        peak_bytes: the peak memory of a device.
+        states: the bytes of parameters, gradients and optimizer state at that time.
+        exact: whether it is predicted on the whole model.
+    """
+
+    seconds: float
+    low: float
+    high: float
+    ideal_seconds: float
+    host_seconds: float
+    peak_bytes: float
+    states: float
+    exact: bool = True
+
+
+class LayoutPredictor:
+    """Predicts layouts of one model, each once.
+
+    Args:
+        net: the model, on fake tensors.
+        batch: one batch.
+        techniques: of every layout.
+        given: further arguments of :func:`~lightning_fasttrain.step_time.predict_time.predict_on`.
+        tell: called with the progress, in words.
+
+    Attributes:
+        shallow: models with few of the blocks; none where these differ, or are in several lists.
+        depth: number of blocks.
+        can_fuse: whether a fused loss head can be added.
+        recomputed: what blocks may recompute.
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        batch: Any,
+        techniques: list[Technique],
+        given: dict[str, Any],
+        tell: Callable[[str], object],
+    ) -> None:
+        self.net, self.batch, self.techniques, self.given, self.tell = net, batch, techniques, given, tell
+        self.size = batch_size(batch)
+        self.shallow, self._parent, self.depth = _make_shallow(net)
+        # ZeRO reduces gradients by buckets: with several blocks in each, a step is not in proportion to the blocks.
+        self._fills_buckets = _count_weights(self.shallow) >= ZeROSizes.reduce_bucket
+        self._known: dict[tuple[Layout, bool], PredictedLayout] = {}
+        facts, given_kinds = add_model(Facts("cuda"), net), {type(one) for one in techniques}
+        has_logits = count_batch(batch)[1] > 0 and FusedLossHead.why_not(facts) is None
+        self.can_fuse = has_logits and FusedLossHead not in given_kinds
+        self.recomputed: tuple[str, ...] = ("",)
+        if facts.blocks and ActivationCheckpointing not in given_kinds:
+            self.recomputed = RECOMPUTED
+
+    def predict(self, layout: Layout, exact: bool) -> PredictedLayout:
+        """Predict the step of a layout, on the whole model if it is to be exact or has no shallow ones.
+
+        Raises:
+            Exception: what the step itself raises.
+        """
+        in_proportion = self._fills_buckets or not layout.strategy.startswith("zero")
+        exact = exact or not (self.shallow and in_proportion)
+        if (layout, exact) not in self._known:
+            self.tell(f"{len(self._known) + 1} layouts: {layout}")
+            with quiet_libraries(), warnings.catch_warnings():  # about layouts that are left out, too
+                warnings.simplefilter("ignore")
+                self._known[layout, exact] = self._predict_whole(layout) if exact else self._predict_shallow(layout)
+        return self._known[layout, exact]
+
+    def _predict_whole(self, layout: Layout) -> PredictedLayout:
+        report, moments = self._run(self.net, layout, warms_up=True)
+        return PredictedLayout(*_list_times(report), report.peak_bytes, max(moments.values())[1])
+
+    def _predict_shallow(self, layout: Layout) -> PredictedLayout:
+        """Continue what the deeper model has more than the other: of times, and of memory at each moment of the step.
+
+        The moment of the peak may be another one in a deeper model.
+        """
+        (less, less_held), (more, more_held) = (self._run(net, layout, warms_up=False) for net in self.shallow)
+        times = (self.depth - DEPTHS[1]) / (DEPTHS[1] - DEPTHS[0])
+
+        def continue_all(before: Sequence[float], after: Sequence[float]) -> list[float]:
+            return [more + times * (more - less) for less, more in zip(before, after, strict=True)]
+
+        at_less = _name_blocks(less_held, self._parent, DEPTHS[0])
+        at_more = _name_blocks(more_held, self._parent, DEPTHS[1])
+        peaks = [continue_all(at_less[moment], at_more[moment]) for moment in at_less.keys() & at_more.keys()]
+        peak_bytes, states = max(peaks)
+        seconds, low, high, ideal_seconds, host_seconds = continue_all(_list_times(less), _list_times(more))
+        # A shallow step may hide launches behind one long kernel, and a deep one does not.
+        slower = max(1.0, host_seconds / seconds)
+        slowed = slower * seconds, slower * low, slower * high
+        in_blocks = more.peak_bytes / max(more_held.values())[0]  # of the caching allocator, which are larger
+        return PredictedLayout(*slowed, ideal_seconds, host_seconds, peak_bytes * in_blocks, states, exact=False)
+
+    def _run(self, net: nn.Module, layout: Layout, warms_up: bool) -> tuple[TimeReport, Moments]:
+        techniques = [*self.techniques, *layout.techniques()]
+        recorder = recorder_for(techniques)
+        report = predict_on(
+            net,
+            resize_batch(self.batch, self.size, layout.micro_batch),
+            devices=layout.devices,
+            nodes=layout.nodes,
+            strategy=layout.make_strategy(),
+            techniques=techniques,
+            accumulate=layout.accumulate,
+            warms_up=warms_up,
+            recorder=recorder,
+            **self.given,
+        )
+        return report, recorder.moments
+
+
+def _list_times(report: TimeReport) -> tuple[float, float, float, float, float]:
+    """Return the times of a step, in the order of those of a layout."""
+    return report.seconds, report.low, report.high, report.mfu * report.seconds, report.host_seconds
+
+
+def _name_blocks(moments: Moments, parent: str, depth: int) -> dict[Moment, tuple[int, int]]:
+    """Return the moments in which blocks are named by their distance from the first and the last, others left out."""
+    named: dict[Moment, tuple[int, int]] = {}
+    block = re.compile(rf"{re.escape(parent)}\.(\d+)(?=\.|$)")
+    for moment, held in moments.items():
+        found = block.match(moment.module)
+        modules = [moment.module]
+        if found:
+            rest, number = moment.module[found.end() :], int(found[1])
+            after = {"first": number, "last": depth - 1 - number}
+            modules = [f"{end} {distance}{rest}" for end, distance in after.items() if distance < _AT_ENDS]
+        for module in modules:
+            key = moment._replace(module=module)
+            named[key] = max(held, named.get(key, held))
+    return named
+
+
+def resize_batch(batch: Any, size: int, samples: int) -> Any:
+    """Return a batch of ``samples`` samples without values, like one of ``size``."""
+
+    def resize(leaf: Any, path: str) -> Any:
+        if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == size:
+            return torch.empty((samples, *leaf.shape[1:]), dtype=leaf.dtype, device="meta")
+        if isinstance(leaf, list | tuple) and len(leaf) == size:
+            return type(leaf)([leaf[0]] * samples)
+        return leaf
+
+    return walk_leaves(batch, resize, "batch")
+
+
+def _make_shallow(net: nn.Module) -> tuple[list[nn.Module], str, int]:
+    """Return copies of a deep model with few of its equal blocks, the name of their list, and the depth of the model.
+
+    None are made of models whose blocks differ, or are in several lists.
+    """
+    try:
+        blocks = find_blocks(net)
+    except ValueError:
+        return [], "", 0
+    parents = {name.rpartition(".")[0] for name in blocks}
+    parent = next(iter(parents))
+    listed = net.get_submodule(parent)
+    shapes = set()
+    for block in blocks.values():
+        shapes.add(tuple(parameter.shape for parameter in block.parameters()))
+    is_list = isinstance(listed, nn.ModuleList) and len(listed) == len(blocks)
+    if len(parents) > 1 or len(shapes) > 1 or not is_list or len(blocks) <= 2 * DEPTHS[1]:
+        return [], "", len(blocks)
+    made = []
+    for depth in DEPTHS:
+        copied = fake_module(net, FakeMode())
+        kept = copied.get_submodule(parent)
+        assert isinstance(kept, nn.ModuleList)
+        del kept[depth:]
+        made.append(copied)
+    return made, parent, len(blocks)
+
+
+def _count_weights(shallow: Sequence[nn.Module]) -> int:
+    """Return the elements of one block's parameters: what the deepest model has more than the others; 0 for none."""
+    if not shallow:
+        return 0
+    least, most = (sum(map(Tensor.numel, net.parameters())) for net in shallow)
+    return most - least
