@@ -19,16 +19,19 @@ from lightning_fasttrain.memory.fake_step import fake_module
 from lightning_fasttrain.memory.memory_report import Moment
 from lightning_fasttrain.model.activation_checkpointing import ActivationCheckpointing
 from lightning_fasttrain.planner.cluster_plan import RECOMPUTED, Layout
-from lightning_fasttrain.step_time.predict_time import TimeReport, predict_on, recorder_for
+from lightning_fasttrain.step_time.machine import Machine
+from lightning_fasttrain.step_time.predict_time import TimeReport, find_bounds, predict_on, recorder_for, uses_tf32
+from lightning_fasttrain.step_time.record_step import StepRecorder
 from lightning_fasttrain.strategy.zero.zero_states import ZeROSizes
 from lightning_fasttrain.technique import Technique
 from lightning_fasttrain.technique.declarations import Facts, add_model
 
 DEPTHS = 3, 4
 """Blocks of the models on which layouts are compared; fewer do not hold all that is prefetched."""
+_FEW_LAUNCHES = 0.05  # of the time of a step: they make it no longer than by that
 _AT_ENDS = 2  # blocks from the first and from the last that are equal in models of any depth
 
-Moments = Mapping[Moment, tuple[int, int]]
+Moments = Mapping[Moment, Any]  # → bytes of all and of states, or seconds: the most at each moment of a step
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,6 @@ class PredictedLayout:
     Args:
         seconds, low, high: as of a :class:`TimeReport`.
         ideal_seconds: those of its model FLOPs at the peak of the device.
-        host_seconds: in which the host starts all of it.
         peak_bytes: the peak memory of a device.
         states: the bytes of parameters, gradients and optimizer state at that time.
         exact: whether it is predicted on the whole model.
@@ -48,7 +50,6 @@ class PredictedLayout:
     low: float
     high: float
     ideal_seconds: float
-    host_seconds: float
     peak_bytes: float
     states: float
     exact: bool = True
@@ -108,32 +109,48 @@ class LayoutPredictor:
         return self._known[layout, exact]
 
     def _predict_whole(self, layout: Layout) -> PredictedLayout:
-        report, moments = self._run(self.net, layout, warms_up=True)
-        return PredictedLayout(*_list_times(report), report.peak_bytes, max(moments.values())[1])
+        report, recorder = self._run(self.net, layout, warms_up=True)
+        return PredictedLayout(*_list_times(report), report.peak_bytes, max(recorder.moments.values())[1])
 
     def _predict_shallow(self, layout: Layout) -> PredictedLayout:
-        """Continue what the deeper model has more than the other: of times, and of memory at each moment of the step.
+        """Continue what the deeper model has more than the other, of memory and of waiting at each moment of a step.
 
-        The moment of the peak may be another one in a deeper model.
+        The peak of a deeper model may be at another moment; and the launches of a shallow one may be hidden behind one
+        long kernel, as those of a deeper model are not.
         """
-        (less, less_held), (more, more_held) = (self._run(net, layout, warms_up=False) for net in self.shallow)
-        times = (self.depth - DEPTHS[1]) / (DEPTHS[1] - DEPTHS[0])
-
-        def continue_all(before: Sequence[float], after: Sequence[float]) -> list[float]:
-            return [more + times * (more - less) for less, more in zip(before, after, strict=True)]
-
-        at_less = _name_blocks(less_held, self._parent, DEPTHS[0])
-        at_more = _name_blocks(more_held, self._parent, DEPTHS[1])
-        peaks = [continue_all(at_less[moment], at_more[moment]) for moment in at_less.keys() & at_more.keys()]
-        peak_bytes, states = max(peaks)
-        seconds, low, high, ideal_seconds, host_seconds = continue_all(_list_times(less), _list_times(more))
-        # A shallow step may hide launches behind one long kernel, and a deep one does not.
-        slower = max(1.0, host_seconds / seconds)
+        (less, of_less), (more, of_more) = (self._run(net, layout, warms_up=False) for net in self.shallow)
+        peak_bytes, states = max(self._continue_moments(of_less.moments, of_more.moments))
+        in_blocks = more.peak_bytes / max(of_more.moments.values())[0]  # of the caching allocator, which are larger
+        seconds, low, high, ideal_seconds = self._continue(_list_times(less), _list_times(more))
+        slower = self._find_slowdown(layout, of_less, of_more, more.seconds)
         slowed = slower * seconds, slower * low, slower * high
-        in_blocks = more.peak_bytes / max(more_held.values())[0]  # of the caching allocator, which are larger
-        return PredictedLayout(*slowed, ideal_seconds, host_seconds, peak_bytes * in_blocks, states, exact=False)
+        return PredictedLayout(*slowed, ideal_seconds, peak_bytes * in_blocks, states, exact=False)
 
-    def _run(self, net: nn.Module, layout: Layout, warms_up: bool) -> tuple[TimeReport, Moments]:
+    def _continue(self, less: Sequence[float], more: Sequence[float]) -> list[float]:
+        """Continue values of the shallow models to the depth of the whole one."""
+        times = (self.depth - DEPTHS[1]) / (DEPTHS[1] - DEPTHS[0])
+        return [value + times * (value - before) for before, value in zip(less, more, strict=True)]
+
+    def _continue_moments(self, less: Moments, more: Moments) -> list[list[float]]:
+        less, more = _name_blocks(less, self._parent, DEPTHS[0]), _name_blocks(more, self._parent, DEPTHS[1])
+        return [self._continue(less[moment], more[moment]) for moment in less.keys() & more.keys()]
+
+    def _find_slowdown(self, layout: Layout, less: StepRecorder, more: StepRecorder, seconds: float) -> float:
+        """Return how many times longer a deep step is than one whose launches stay hidden as in the shallow ones."""
+        machine: Machine = self.given["machine"]
+        step = more.steps[-1]
+        launches = len(step.events) * step.micro_batches / max(len(step.starts), 1)
+        if not machine.runs_ahead or launches * machine.host_us * 1e-6 < _FEW_LAUNCHES * seconds:
+            return 1.0
+        tf32 = uses_tf32([*self.techniques, *layout.techniques()])
+        late_less, late_more = (
+            find_bounds(recorder, machine, tf32, layout.devices // layout.nodes) for recorder in (less, more)
+        )
+        (hidden,) = self._continue(max(late_less.values()), max(late_more.values()))
+        (bound,) = max(self._continue_moments(late_less, late_more))
+        return max(1.0, bound / hidden)
+
+    def _run(self, net: nn.Module, layout: Layout, warms_up: bool) -> tuple[TimeReport, StepRecorder]:
         techniques = [*self.techniques, *layout.techniques()]
         recorder = recorder_for(techniques)
         report = predict_on(
@@ -148,17 +165,17 @@ class LayoutPredictor:
             recorder=recorder,
             **self.given,
         )
-        return report, recorder.moments
+        return report, recorder
 
 
-def _list_times(report: TimeReport) -> tuple[float, float, float, float, float]:
+def _list_times(report: TimeReport) -> tuple[float, float, float, float]:
     """Return the times of a step, in the order of those of a layout."""
-    return report.seconds, report.low, report.high, report.mfu * report.seconds, report.host_seconds
+    return report.seconds, report.low, report.high, report.mfu * report.seconds
 
 
-def _name_blocks(moments: Moments, parent: str, depth: int) -> dict[Moment, tuple[int, int]]:
+def _name_blocks(moments: Moments, parent: str, depth: int) -> Moments:
     """Return the moments in which blocks are named by their distance from the first and the last, others left out."""
-    named: dict[Moment, tuple[int, int]] = {}
+    named: dict[Moment, Any] = {}
     block = re.compile(rf"{re.escape(parent)}\.(\d+)(?=\.|$)")
     for moment, held in moments.items():
         found = block.match(moment.module)

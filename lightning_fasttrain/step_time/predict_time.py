@@ -14,7 +14,7 @@ from lightning_fasttrain.core.batch import batch_of, count_batch
 from lightning_fasttrain.core.checks import PositiveInt, check_arguments, one_of
 from lightning_fasttrain.core.messages import Report, ReportTable, explain, format_bytes
 from lightning_fasttrain.memory.fake_step import Factory
-from lightning_fasttrain.memory.memory_report import MemoryReport
+from lightning_fasttrain.memory.memory_report import MemoryReport, Moment
 from lightning_fasttrain.memory.one_rank import OneRank, ShardsFakeModel
 from lightning_fasttrain.memory.predict_memory import PREDICTED_PRECISIONS, Loss, predict_strategies
 from lightning_fasttrain.model import ActivationOffload, MatmulPrecision
@@ -22,7 +22,14 @@ from lightning_fasttrain.model.compile.compiled_forward import WITHOUT_GRAPHS
 from lightning_fasttrain.step_time.add_collectives import add_collectives
 from lightning_fasttrain.step_time.machine import TF32, Machine, read_machine
 from lightning_fasttrain.step_time.record_step import PRODUCT, RecordedStep, StepRecorder
-from lightning_fasttrain.step_time.simulate_step import KINDS, SimulatedStep, simulate_step
+from lightning_fasttrain.step_time.simulate_step import (
+    KINDS,
+    MOST_LAID_OUT,
+    SimulatedStep,
+    Timeline,
+    lay_out,
+    simulate_step,
+)
 from lightning_fasttrain.technique import Technique, check_together
 from lightning_fasttrain.technique.declarations import Capability
 
@@ -39,7 +46,6 @@ class TimeReport(Report):
         mfu: the share of the peak of the precision that the model's FLOPs reach, without recomputation.
         by_kind: products, attention, element-wise, optimizer, exposed communication, launches and waiting → seconds.
         hidden_seconds: communication beside computing.
-        host_seconds: in which the host starts all kernels and collectives, where it runs ahead of the device.
         flops: of the model in a step on each device.
         peak_bytes: the peak memory of a device, as :func:`~lightning_fasttrain.predict_memory` predicts it.
         memory: that prediction.
@@ -59,7 +65,6 @@ class TimeReport(Report):
     mfu: float
     by_kind: dict[str, float]
     hidden_seconds: float
-    host_seconds: float
     flops: int
     peak_bytes: int
     memory: MemoryReport
@@ -263,6 +268,20 @@ def simulate_recorded(
     return sorted(simulated, key=lambda pair: -pair[0].seconds)
 
 
+def find_bounds(recorder: StepRecorder, machine: Machine, tf32: bool, devices_per_node: int) -> dict[Moment, Any]:
+    """Return the seconds by how late the host is at each moment of a step that was recorded, as of a timeline.
+
+    Of micro-batches, those are laid out that are simulated.
+    """
+    bounds: dict[Moment, Any] = {}
+    for recorded in recorder.steps:
+        step = add_collectives(recorded, recorder.rank)
+        events = lay_out(step, min(step.micro_batches, MOST_LAID_OUT))
+        for moment, bound in Timeline(events, devices_per_node, tf32).find_bounds(machine).items():
+            bounds[moment] = max(bound, bounds.get(moment, bound))
+    return bounds
+
+
 def _report(
     simulated: SimulatedStep,
     shortest: float,
@@ -296,7 +315,6 @@ def _report(
         mfu=flops / simulated.seconds / _peak(step, profile, tf32),
         by_kind=simulated.by_kind,
         hidden_seconds=simulated.hidden,
-        host_seconds=simulated.host,
         flops=flops,
         peak_bytes=memory.peak_bytes,
         memory=memory,

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy
 
+from lightning_fasttrain.memory.memory_report import Moment
 from lightning_fasttrain.step_time.machine import TF32, Machine, collective_seconds
 from lightning_fasttrain.step_time.record_step import (
     ATTENTION,
@@ -86,20 +87,17 @@ class SimulatedStep:
         seconds: of the whole step.
         by_kind: kind of time, of ``KINDS`` → seconds; they add up to ``seconds``.
         hidden: seconds of communication beside computing.
-        host: seconds in which the host starts all of it, where it runs ahead; no step is shorter.
     """
 
     seconds: float
     by_kind: dict[str, float]
     hidden: float = 0.0
-    host: float = 0.0
 
     def continued(self, shorter: "SimulatedStep", times: int) -> "SimulatedStep":
         """Return this step with ``times`` more of what it has more than ``shorter``."""
         by_kind = {kind: max(0.0, ms + times * (ms - shorter.by_kind[kind])) for kind, ms in self.by_kind.items()}
         hidden = self.hidden + times * (self.hidden - shorter.hidden)
-        host = self.host + times * (self.host - shorter.host)
-        return SimulatedStep(self.seconds + times * (self.seconds - shorter.seconds), by_kind, hidden, host)
+        return SimulatedStep(self.seconds + times * (self.seconds - shorter.seconds), by_kind, hidden)
 
 
 @dataclass
@@ -168,7 +166,6 @@ class Timeline:
             self._order.append(launched - 1)
             if event.reads_value:
                 self._points.append((before + 1, place, "read", ()))
-        self._started = launched
         self._points.append((len(self._order), len(self.events), "end", ()))
         self._ends = numpy.array([point[0] for point in self._points], dtype=int)
 
@@ -191,6 +188,31 @@ class Timeline:
 
     def simulate(self, machine: Machine) -> SimulatedStep:
         """Return the time of the step on a machine."""
+        return self._prepare(machine).run(self._points)
+
+    def find_bounds(self, machine: Machine) -> dict[Moment, tuple[float]]:
+        """Return the seconds that the step takes if the host is late at each moment alone; it takes about the most.
+
+        The moments are those at which kernels start; the first entry, of no moment, is a host that is never late.
+        """
+        run = self._prepare(replace(machine, host_us=0.0, sharding_us=0.0))
+        seconds = run.run(self._points).seconds
+        bounds = {Moment("", "", ""): (seconds,)}
+        micro_batch, phase, hooks = 0, "", 0
+        begins = iter(run.begins.tolist())
+        for event, launched in zip(self.events, self.launched, strict=True):
+            if isinstance(event, Collective):
+                hooks += event.hooked
+                continue
+            micro_batch += event.phase == "forward" and phase != "forward"
+            phase = event.phase
+            starts = (launched * machine.host_us + hooks * machine.sharding_us) * 1e-6
+            moment = Moment(f"{phase} {micro_batch}", event.module, event.op)
+            bound = (seconds + starts - next(begins),)
+            bounds[moment] = max(bound, bounds.get(moment, bound))
+        return bounds
+
+    def _prepare(self, machine: Machine) -> "_Streams":
         seconds = self.kernel_seconds(machine)
         host_s = machine.host_us * 1e-6
         if not machine.runs_ahead:
@@ -206,11 +228,8 @@ class Timeline:
         run = _Streams(self, machine, by_kind, host_s if machine.runs_ahead else 0.0)
         run.lead = started - done[:-1]  # when the host starts a kernel, less the kernels before it
         run.done = done
-        simulated = run.run(self._points)
-        if not machine.runs_ahead:
-            return simulated
-        hooks = sum(isinstance(event, Collective) and event.hooked for event in self.events)
-        return replace(simulated, host=self._started * host_s + hooks * machine.sharding_us * 1e-6)
+        run.begins = numpy.zeros(len(seconds))
+        return run
 
 
 def _kind_of_time(kernel: Kernel) -> str:
@@ -234,6 +253,7 @@ class _Streams:
 
     lead: "numpy.ndarray"
     done: "numpy.ndarray"
+    begins: "numpy.ndarray"  # of each kernel
 
     def __init__(self, timeline: Timeline, machine: Machine, by_kind: dict[str, float], host_s: float) -> None:
         self.timeline, self.machine, self.by_kind, self.host_s = timeline, machine, by_kind, host_s
@@ -272,6 +292,7 @@ class _Streams:
             begins = max(free, float(self.lead[first:end].max()) + self.late)
         self.by_kind[_WAITING if self.waited else _LAUNCHES] += begins - free
         self.waited = self.waited and begins == free
+        self.begins[first:end] = begins + self.done[first:end]
         self.compute = begins + float(self.done[end])
 
     def _start(self, place: int) -> None:
