@@ -65,8 +65,9 @@ def plan_cluster(
     a node, and ZeRO; each with micro-batches as large as fit, and with blocks that recompute nothing, what is cheap, or
     everything, and a fused loss head or not. All have the same global batch. The model is not allocated: each layout
     is predicted by :func:`~lightning_fasttrain.predict_time`. Layouts of deep models with equal blocks are compared on
-    two shallow ones, from which time and memory grow in proportion to the blocks; the first of the report is predicted
-    on the whole model.
+    two shallow ones, whose difference is continued: of the time, and of the memory and the launches at each moment of
+    the step, since the peak of a deep model may be at another moment. The first of the report is predicted on the whole
+    model.
 
     Layouts are taken by the time that they would need if their memory did not matter. One that fits is a result; of one
     that does not, the largest smaller micro-batch that may fit is next, and the same with more recomputation. ZeRO
