@@ -103,7 +103,8 @@ class LayoutPredictor:
         exact = exact or not (self.shallow and in_proportion)
         if (layout, exact) not in self._known:
             self.tell(f"{len(self._known) + 1} layouts: {layout}")
-            with quiet_libraries(), warnings.catch_warnings():  # about layouts that are left out, too
+            # What is said of one layout does not hold for the plan.
+            with quiet_libraries("lightning_fasttrain"), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 self._known[layout, exact] = self._predict_whole(layout) if exact else self._predict_shallow(layout)
         return self._known[layout, exact]

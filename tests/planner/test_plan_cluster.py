@@ -7,10 +7,13 @@ import lightning as L
 import pytest
 import torch
 from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import lightning_fasttrain as ft
+from lightning_fasttrain.core.messages import say_once
 from lightning_fasttrain.core.modules.fake_mode import FakeMode
 from lightning_fasttrain.memory.fake_step import fake_module
+from lightning_fasttrain.model import checkpoint_activations_
 from lightning_fasttrain.planner import Layout, plan_cluster
 from lightning_fasttrain.planner.predict_layout import DEPTHS, LayoutPredictor, resize_batch
 from lightning_fasttrain.step_time import read_machine
@@ -266,6 +269,19 @@ def test_a_language_model_is_planned_with_its_tokens_and_head():
     assert max(map(len, plan.as_table().as_text(80).splitlines())) <= 80
     json.dumps(plan.as_dict())
     compile(plan.code(), "plan", "exec")
+
+
+def test_a_plan_does_not_say_what_holds_of_one_layout(caplog):
+    config = GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=128, n_positions=32)
+    settings = {"loss": lambda net, ids: net(input_ids=ids, labels=ids).loss, "optimizer": torch.optim.AdamW}
+    say_once.cache_clear()
+    with caplog.at_level("INFO", logger="lightning_fasttrain"):
+        techniques = [ft.ActivationCheckpointing()]
+        ids = torch.zeros(2, 32, dtype=torch.long)
+        plan_cluster(lambda: GPT2LMHeadModel(config), ids, devices=2, top=1, techniques=techniques, **settings)
+        assert "lightning_fasttrain" not in {record.name for record in caplog.records}
+        checkpoint_activations_(GPT2LMHeadModel(config))
+    assert "use_cache=False" in caplog.text
 
 
 def test_the_network_is_that_between_nodes():
