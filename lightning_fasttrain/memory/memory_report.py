@@ -152,7 +152,7 @@ def _list_changes(
 
 
 class Moment(NamedTuple):
-    """A moment of a step: what allocates memory, and where."""
+    """A moment of a step: its phase, the running module, and the operation that begins."""
 
     phase: str
     module: str

@@ -204,7 +204,8 @@ class Timeline:
             if isinstance(event, Collective):
                 hooks += event.hooked
                 continue
-            micro_batch += event.phase == "forward" and phase != "forward"
+            if event.phase == "forward" and phase != "forward":
+                micro_batch += 1
             phase = event.phase
             starts = (launched * machine.host_us + hooks * machine.sharding_us) * 1e-6
             moment = Moment(f"{phase} {micro_batch}", event.module, event.op)

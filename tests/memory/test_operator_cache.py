@@ -79,18 +79,38 @@ def describe(result, given):
     return described
 
 
+class Outside(TorchDispatchMode):
+    """Runs every operator as it is, so that the cache of the fake mode alone answers."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("modes", [(FakeTensorMode, Cached), (FakeMode, Outside)], ids=["above", "in the fake mode"])
 @pytest.mark.parametrize("trains", [False, True])
 @pytest.mark.parametrize("name", CALLS)
-def test_results_are_those_of_the_operator(name, trains):
+def test_results_are_those_of_the_operator(name, trains, modes):
     def run():
         given = torch.empty(4, 6, requires_grad=trains) * 1
         return describe(CALLS[name](given), given)
 
     with FakeTensorMode():
         expected = run()
+    fake, above = modes
     for _ in range(3):  # with a fake mode of its own, as in each prediction
-        with FakeTensorMode(), Cached():
+        with fake(), above():
             assert run() == expected
+
+
+def test_marks_of_the_profiler_run_and_are_no_operators_on_tensors():
+    assert fake_mode.takes_no_tensor(torch.ops.profiler._record_function_enter_new.default)
+    assert fake_mode.takes_no_tensor(torch.ops.aten.promote_types.default)
+    assert not fake_mode.takes_no_tensor(torch.ops.aten.empty.memory_format)  # returns one
+    assert not fake_mode.takes_no_tensor(torch.ops.aten._local_scalar_dense.default)  # takes one
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, FakeMode():
+        with torch.profiler.record_function("marked"):
+            assert torch.promote_types(torch.bfloat16, torch.float32) is torch.float32
+    assert "marked" in {event.name for event in profile.events()}
 
 
 def test_gradients_are_those_of_the_operators():
