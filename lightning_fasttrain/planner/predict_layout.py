@@ -22,6 +22,7 @@ from lightning_fasttrain.planner.cluster_plan import RECOMPUTED, Layout
 from lightning_fasttrain.step_time.machine import Machine
 from lightning_fasttrain.step_time.predict_time import TimeReport, find_bounds, predict_on, recorder_for, uses_tf32
 from lightning_fasttrain.step_time.record_step import StepRecorder
+from lightning_fasttrain.step_time.simulate_step import MOST_LAID_OUT
 from lightning_fasttrain.strategy.zero.zero_states import ZeROSizes
 from lightning_fasttrain.technique import Technique
 from lightning_fasttrain.technique.declarations import Facts, add_model
@@ -143,12 +144,21 @@ class LayoutPredictor:
         launches = len(step.events) * step.micro_batches / max(len(step.starts), 1)
         if not machine.runs_ahead or launches * machine.host_us * 1e-6 < _FEW_LAUNCHES * seconds:
             return 1.0
-        tf32 = uses_tf32([*self.techniques, *layout.techniques()])
-        late_less, late_more = (
-            find_bounds(recorder, machine, tf32, layout.devices // layout.nodes) for recorder in (less, more)
-        )
-        (hidden,) = self._continue(max(late_less.values()), max(late_more.values()))
-        (bound,) = max(self._continue_moments(late_less, late_more))
+        on = machine, uses_tf32([*self.techniques, *layout.techniques()]), layout.devices // layout.nodes
+
+        def find_seconds(micro_batches: int) -> tuple[float, float]:
+            late_less, late_more = (find_bounds(recorder, *on, micro_batches) for recorder in (less, more))
+            (hidden,) = self._continue(max(late_less.values()), max(late_more.values()))
+            (bound,) = max(self._continue_moments(late_less, late_more))
+            return hidden, bound
+
+        most = min(step.micro_batches, MOST_LAID_OUT)
+        hidden, bound = find_seconds(most)
+        further = step.micro_batches - most
+        if further:
+            hidden_before, bound_before = find_seconds(most - 1)
+            hidden += further * (hidden - hidden_before)
+            bound += further * (bound - bound_before)
         return max(1.0, bound / hidden)
 
     def _run(self, net: nn.Module, layout: Layout, warms_up: bool) -> tuple[TimeReport, StepRecorder]:
@@ -177,7 +187,8 @@ def _list_times(report: TimeReport) -> tuple[float, float, float, float]:
 def _name_blocks(moments: Moments, parent: str, depth: int) -> Moments:
     """Return the moments in which blocks are named by their distance from the first and the last, others left out."""
     named: dict[Moment, Any] = {}
-    block = re.compile(rf"{re.escape(parent)}\.(\d+)(?=\.|$)")
+    prefix = f"{parent}." if parent else ""
+    block = re.compile(rf"{re.escape(prefix)}(\d+)(?=\.|$)")
     for moment, held in moments.items():
         found = block.match(moment.module)
         modules = [moment.module]

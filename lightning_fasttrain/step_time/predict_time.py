@@ -24,7 +24,6 @@ from lightning_fasttrain.step_time.machine import TF32, Machine, read_machine
 from lightning_fasttrain.step_time.record_step import PRODUCT, RecordedStep, StepRecorder
 from lightning_fasttrain.step_time.simulate_step import (
     KINDS,
-    MOST_LAID_OUT,
     SimulatedStep,
     Timeline,
     lay_out,
@@ -268,15 +267,21 @@ def simulate_recorded(
     return sorted(simulated, key=lambda pair: -pair[0].seconds)
 
 
-def find_bounds(recorder: StepRecorder, machine: Machine, tf32: bool, devices_per_node: int) -> dict[Moment, Any]:
+def find_bounds(
+    recorder: StepRecorder, machine: Machine, tf32: bool, devices_per_node: int, micro_batches: int
+) -> dict[Moment, Any]:
     """Return the seconds by how late the host is at each moment of a step that was recorded, as of a timeline.
 
-    Of micro-batches, those are laid out that are simulated.
+    Args:
+        recorder: has recorded it.
+        machine: its devices and links.
+        tf32: whether products in float32 use TF32.
+        devices_per_node: devices of a node.
+        micro_batches: how many of the step are laid out.
     """
     bounds: dict[Moment, Any] = {}
     for recorded in recorder.steps:
-        step = add_collectives(recorded, recorder.rank)
-        events = lay_out(step, min(step.micro_batches, MOST_LAID_OUT))
+        events = lay_out(add_collectives(recorded, recorder.rank), micro_batches)
         for moment, bound in Timeline(events, devices_per_node, tf32).find_bounds(machine).items():
             bounds[moment] = max(bound, bounds.get(moment, bound))
     return bounds
