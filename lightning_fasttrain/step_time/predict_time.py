@@ -22,13 +22,7 @@ from lightning_fasttrain.model.compile.compiled_forward import WITHOUT_GRAPHS
 from lightning_fasttrain.step_time.add_collectives import add_collectives
 from lightning_fasttrain.step_time.machine import TF32, Machine, read_machine
 from lightning_fasttrain.step_time.record_step import PRODUCT, RecordedStep, StepRecorder
-from lightning_fasttrain.step_time.simulate_step import (
-    KINDS,
-    SimulatedStep,
-    Timeline,
-    lay_out,
-    simulate_step,
-)
+from lightning_fasttrain.step_time.simulate_step import KINDS, SimulatedStep, Timeline, lay_out, simulate_step
 from lightning_fasttrain.technique import Technique, check_together
 from lightning_fasttrain.technique.declarations import Capability
 
@@ -204,12 +198,11 @@ def predict_on(
     warms_up: bool = True,
     recorder: StepRecorder | None = None,
 ) -> TimeReport:
-    """Predict as :func:`predict_time` does, on a machine that has been read.
+    """Predict as :func:`predict_time` does, on a machine that has been read; all other arguments are like there.
 
     Args:
         warms_up: as of :func:`~lightning_fasttrain.memory.predict_memory.predict_strategies`.
         recorder: of :func:`recorder_for` these techniques, for what else it keeps of the step.
-        others: as of :func:`predict_time`.
 
     Raises:
         ValueError: a strategy or technique that offloads, and as for :func:`predict_time`.
