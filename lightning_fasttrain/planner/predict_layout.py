@@ -227,11 +227,11 @@ def _make_shallow(net: nn.Module) -> tuple[list[nn.Module], str, int]:
     parents = {name.rpartition(".")[0] for name in blocks}
     parent = next(iter(parents))
     listed = net.get_submodule(parent)
-    shapes = set()
+    kinds = set()
     for block in blocks.values():
-        shapes.add(tuple(parameter.shape for parameter in block.parameters()))
+        kinds.add(tuple((one.shape, one.dtype, one.requires_grad) for one in block.parameters()))
     is_list = isinstance(listed, nn.ModuleList) and len(listed) == len(blocks)
-    if len(parents) > 1 or len(shapes) > 1 or not is_list or len(blocks) <= 2 * DEPTHS[1]:
+    if len(parents) > 1 or len(kinds) > 1 or not is_list or len(blocks) <= 2 * DEPTHS[1]:
         return [], "", len(blocks)
     made = []
     for depth in DEPTHS:

@@ -178,6 +178,15 @@ def test_a_long_kernel_does_not_hide_the_launches_of_a_deep_model(layout):
     assert shallow.seconds == pytest.approx(whole.seconds, rel=0.02)
 
 
+def test_a_model_of_which_some_blocks_are_frozen_is_predicted_whole():
+    model = AfterALongOne(WIDTH)
+    given = {**STEP, "precision": "bf16-mixed", "machine": machine_of(640)}
+    for frozen, count in ((6, 0), (len(model.blocks), len(DEPTHS))):
+        model.blocks[:frozen].requires_grad_(False)
+        predictor = LayoutPredictor(fake_module(model, FakeMode()), torch.zeros(8, WIDTH), [], given, lambda said: None)
+        assert len(predictor.shallow) == count
+
+
 class Manual(L.LightningModule):
     """A module that steps its optimizer itself, and so has no micro-batches."""
 
