@@ -32,7 +32,7 @@ from killed_training import KINDS, REPLICATED, STRATEGIES, WINDOW, Fault, differ
 
 from lightning_fasttrain.core.atomic_write import write_atomic
 from lightning_fasttrain.core.device import hardware, versions
-from lightning_fasttrain.strategy.zero.zero_engine import import_deepspeed
+from lightning_fasttrain.core.host.deepspeed import import_deepspeed
 
 FAULTS_OF_A_RUN = 10
 DISK = "fasttrain-kills"  # and the id of the campaign's process

@@ -172,6 +172,7 @@ class RankTraffic:
         fetched: parameters that are gathered in each forward with its backward.
         prefetch: parameters that are gathered at once.
         updated: parameters that are gathered after the update.
+        modules: number of modules whose hooks gather parameters, in each forward with its backward.
     """
 
     bucket: int
@@ -180,6 +181,7 @@ class RankTraffic:
     fetched: int = 0
     prefetch: int = 1
     updated: int = 0
+    modules: int = 0
 
 
 @dataclass(frozen=True)

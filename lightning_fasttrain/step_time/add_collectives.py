@@ -47,12 +47,16 @@ def _add_zero(step: RecordedStep, ranks: tuple[int, ...], states: RankStates, tr
     if traffic.updated:
         end = len(step.events)
         added.append((end, Collective("all-gather", traffic.updated, ranks, GATHERS), end))
+    # The hooks of modules are spread over the kernels of forward and backward.
+    hooks = traffic.modules * len(step.starts) / max(step.update, 1)
     events: list[Event] = []
     for place, event in enumerate(step.events):
         if isinstance(event, Kernel) and place >= step.update:
             # Each rank updates its shard.
             share = states.step_share
             event = replace(event, read=int(event.read * share), written=int(event.written * share))
+        elif isinstance(event, Kernel) and hooks:
+            event = replace(event, hooks=hooks)
         events.append(event)
     return insert(replace(step, events=events), added)
 

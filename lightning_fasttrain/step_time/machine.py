@@ -93,6 +93,7 @@ class Machine(Report):
         attention_backward_half_length: the same in the backward.
         sharding_us: what the host needs for the hooks of FSDP2 around a gather or a reduction, in µs; 0 where that is
             not measured.
+        fetching_us: the same for those of ZeRO-3 around a module, in its forward and backward.
 
     Raises:
         ValueError: ``peak_flops`` and ``product_share`` are empty, or have different keys; an unknown name in
@@ -128,6 +129,7 @@ class Machine(Report):
     attention_half_length: NonNegativeFloat = 0.0
     attention_backward_half_length: NonNegativeFloat = 0.0
     sharding_us: NonNegativeFloat = 0.0
+    fetching_us: NonNegativeFloat = 0.0
     cache_mib: NonNegativeFloat = 0.0
     cached_gb_per_s: PositiveFloat = 1.0
     by_dtype: Mapping[str, Mapping[str, NonNegativeFloat]] = field(default_factory=dict)

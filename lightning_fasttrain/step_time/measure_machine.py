@@ -1,6 +1,7 @@
 """Measure the machine at hand: products, attention, element-wise kernels, the host, and links between its ranks."""
 
 import functools
+import importlib.util
 import itertools
 import math
 import os
@@ -10,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import numpy
 import torch
@@ -22,6 +24,7 @@ from torch.distributed.fsdp import fully_shard
 
 from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.device import hardware, time_ms
+from lightning_fasttrain.core.host.deepspeed import enter_deepspeed, import_deepspeed, without_needless_ops
 from lightning_fasttrain.memory.predict_memory import predict_strategies
 from lightning_fasttrain.step_time.accelerators import ACCELERATORS
 from lightning_fasttrain.step_time.machine import TF32, USUAL, Link, Machine, collective_seconds, machine_of
@@ -129,7 +132,8 @@ def _measure(device: torch.device) -> Machine:
         **bounds,
     )
     machine = replace(machine, **_measure_host(device, machine), sharding_us=_measure_sharding(device, machine))
-    return replace(machine, convolution_us=_measure_convolutions(device, machine))
+    fetching_us = _measure_fetching(device, machine)
+    return replace(machine, convolution_us=_measure_convolutions(device, machine), fetching_us=fetching_us)
 
 
 def _measure_precisions(device: torch.device) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
@@ -361,15 +365,52 @@ def _measure_sharding(device: torch.device, machine: Machine) -> float:
     for block in sharded:
         fully_shard(block, mesh=mesh)
     fully_shard(sharded, mesh=mesh)
-    batch, seconds = torch.ones(2, 4, 16, device=device), []
-    for net in (plain, sharded):
-        # As many in each rank, whose collectives belong together.
-        taken = [time_ms(device, lambda net=net: _mean_of(net, batch).backward()) for _ in range(_SHARDED_RUNS)]
-        seconds.append(statistics.fmean(taken[2:]) / 1e3)
+    batch = torch.ones(2, 4, 16, device=device)
+    seconds = [_sharded_seconds(device, lambda net=net: _mean_of(net, batch).backward()) for net in (plain, sharded)]
     nbytes = sum(parameter.nbytes for parameter in plain[0].parameters())
     kinds = "all-gather", "all-gather", "reduce-scatter"  # in the forward, and in the backward
     sent = sum(collective_seconds(kind, nbytes, ranks, machine, len(ranks)) for kind in kinds)
     return max((seconds[1] - seconds[0]) / _SMALL_BLOCKS - sent, 0.0) / len(kinds) * 1e6
+
+
+def _sharded_seconds(device: torch.device, run: Callable[[], object]) -> float:
+    # As many in each rank, whose collectives belong together.
+    return statistics.fmean([time_ms(device, run) for _ in range(_SHARDED_RUNS)][2:]) / 1e3
+
+
+def _measure_fetching(device: torch.device, machine: Machine) -> float:
+    """Return the µs of ZeRO-3's hooks around a module, by a network with them or not; 0 for one rank.
+
+    Its parameters are so small that each rank keeps them whole.
+    """
+    is_alone = not dist.is_initialized() or dist.get_world_size() < 2
+    # DeepSpeed asks its launcher, or torchrun, for the local rank.
+    if is_alone or "LOCAL_RANK" not in os.environ or importlib.util.find_spec("deepspeed") is None:
+        return 0.0
+    plain, batch = _build_small().to(device), torch.ones(2, 4, 16, device=device)
+    with _build_engine(_build_small().to(device)) as engine:
+        seconds = _sharded_seconds(device, lambda: engine.backward(_mean_of(engine, batch)))
+    seconds -= _sharded_seconds(device, lambda: _mean_of(plain, batch).backward())
+    nbytes, ranks = sum(parameter.nbytes for parameter in plain.parameters()), range(dist.get_world_size())
+    sent = collective_seconds("reduce-scatter", nbytes, ranks, machine, len(ranks))
+    return max(seconds - sent, 0.0) / sum(1 for _ in plain.modules()) * 1e6
+
+
+@contextmanager
+def _build_engine(net: nn.Module) -> Iterator[Any]:
+    """Yield an engine of ZeRO-3, and leave nothing global changed."""
+    deepspeed = import_deepspeed()
+    leave = enter_deepspeed(next(net.parameters()).device.type)
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}
+    settings = {"model": net, "optimizer": torch.optim.AdamW(net.parameters()), "config": config}
+    try:
+        # From torch 2.13 on, collectives that DeepSpeed calls have new names.
+        with warnings.catch_warnings(action="ignore", category=FutureWarning), without_needless_ops():
+            engine, *_ = deepspeed.initialize(**settings, dist_init_required=False)
+            yield engine
+            engine.destroy()
+    finally:
+        leave()
 
 
 def _measure_link(device: torch.device) -> Link | None:

@@ -60,6 +60,7 @@ class Kernel:
         reads_value: whether the host waits for its result, as in ``.item()``.
         captured: whether it is part of a captured graph, which the host starts as a whole.
         enters: whether it is the first kernel of a compiled graph.
+        hooks: modules whose hooks of ZeRO-3 run at it, in Python, which keep the host busy for ``fetching_us`` each.
     """
 
     op: str
@@ -75,6 +76,7 @@ class Kernel:
     reads_value: bool = False
     captured: bool = False
     enters: bool = False
+    hooks: float = 0.0
 
     @property
     def size(self) -> float:

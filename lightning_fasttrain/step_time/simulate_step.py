@@ -112,12 +112,14 @@ class Timeline:
     Attributes:
         launched: how many kernels, graphs and collectives the host starts before each event, and as long as how many
             further ones it works for compiled graphs.
+        hooked: how many hooks of FSDP2 and of ZeRO-3 the host runs before it starts each event.
     """
 
     events: Sequence[Event]
     devices_per_node: int
     tf32: bool = False
-    launched: list[int] = field(init=False)
+    launched: "numpy.ndarray" = field(init=False)
+    hooked: "numpy.ndarray" = field(init=False)
     _points: list[tuple[int, int, str, tuple[int, ...]]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -133,6 +135,7 @@ class Timeline:
         self._rate = numpy.array([place_of[rate] for rate in rates], dtype=int)
         self._convolutions = numpy.array([kernel.convolutions for kernel in kernels], dtype=float)
         self._enters = numpy.array([kernel.enters for kernel in kernels], dtype=float)
+        self._hooks = numpy.array([kernel.hooks for kernel in kernels])
         self._kind = numpy.array([_COMPUTED.index(_kind_of_time(kernel)) for kernel in kernels], dtype=int)
         self._find_points()
 
@@ -146,28 +149,30 @@ class Timeline:
     def _find_points(self) -> None:
         """List the places between kernels at which streams wait for one another: (kernels before, event, what)."""
         self._points = []
-        self._order = []  # of each kernel among what the host starts
-        self.launched = []  # things that the host starts before each event
-        launched, in_graph = 0, False
+        self._places = []  # of the kernels
+        launches: list[int] = []
+        hooks = numpy.zeros((len(self.events), 2))  # of FSDP2, of ZeRO-3
+        in_graph = False
         for place, event in enumerate(self.events):
-            before = len(self._order)
+            before = len(self._places)
             captured = enters = False
             if isinstance(event, Kernel):
                 captured, enters = event.captured, event.enters
-            launched += _GRAPH_LAUNCHES * enters
-            launched += 0 if captured and in_graph and not enters else 1
+            launches.append(_GRAPH_LAUNCHES * enters + (not (captured and in_graph and not enters)))
             in_graph = captured
-            self.launched.append(launched - 1)
             if isinstance(event, Collective):
+                hooks[place, 0] = event.hooked
                 self._points.append((before, place, "start", event.waits))
                 continue
             if event.waits:
                 self._points.append((before, place, "wait", event.waits))
-            self._order.append(launched - 1)
+            self._places.append(place)
             if event.reads_value:
                 self._points.append((before + 1, place, "read", ()))
-        self._points.append((len(self._order), len(self.events), "end", ()))
-        self._ends = numpy.array([point[0] for point in self._points], dtype=int)
+        self._points.append((len(self._places), len(self.events), "end", ()))
+        self.launched = numpy.cumsum(launches, dtype=int) - 1
+        hooks[self._places, 1] = self._hooks
+        self.hooked = numpy.cumsum(hooks, axis=0)
 
     def precisions(self) -> set[str]:
         """Return the dtypes of which the time needs a peak."""
@@ -195,39 +200,45 @@ class Timeline:
 
         The moments are those at which kernels start; the first entry, of no moment, is a host that is never late.
         """
-        run = self._prepare(replace(machine, host_us=0.0, sharding_us=0.0))
+        run = self._prepare(replace(machine, host_us=0.0, sharding_us=0.0, fetching_us=0.0))
         seconds = run.run(self._points).seconds
         bounds = {Moment("", "", ""): (seconds,)}
-        micro_batch, phase, hooks = 0, "", 0
+        micro_batch, phase = 0, ""
         begins = iter(run.begins.tolist())
-        for event, launched in zip(self.events, self.launched, strict=True):
+        for event, starts in zip(self.events, self._find_starts(machine).tolist(), strict=True):
             if isinstance(event, Collective):
-                hooks += event.hooked
                 continue
             if event.phase == "forward" and phase != "forward":
                 micro_batch += 1
             phase = event.phase
-            starts = (launched * machine.host_us + hooks * machine.sharding_us) * 1e-6
             moment = Moment(f"{phase} {micro_batch}", event.module, event.op)
             bound = (seconds + starts - next(begins),)
             bounds[moment] = max(bound, bounds.get(moment, bound))
         return bounds
 
+    def _find_starts(self, machine: Machine) -> "numpy.ndarray":
+        """Return the seconds after which the host starts each event, if it never waits."""
+        hooks = self.hooked @ numpy.array([machine.sharding_us, machine.fetching_us])
+        return (self.launched * machine.host_us + hooks) * 1e-6
+
     def _prepare(self, machine: Machine) -> "_Streams":
-        seconds = self.kernel_seconds(machine)
-        host_s = machine.host_us * 1e-6
-        if not machine.runs_ahead:
+        seconds, starts = self.kernel_seconds(machine), numpy.zeros(len(self.events))
+        hooks = numpy.zeros(len(seconds))
+        if machine.runs_ahead:
+            starts = self._find_starts(machine)
+        else:
             update_us = machine.host_us if machine.update_us is None else machine.update_us
             is_update = self._kind == _COMPUTED.index("optimizer")
             seconds = seconds + numpy.where(is_update, update_us, machine.host_us) * 1e-6
             seconds += self._convolutions * machine.convolution_us * 1e-6
             seconds += self._enters * _GRAPH_LAUNCHES * machine.host_us * 1e-6
-        done = numpy.concatenate([[0.0], numpy.cumsum(seconds)])
+            hooks = self._hooks * machine.fetching_us * 1e-6
+        done = numpy.concatenate([[0.0], numpy.cumsum(seconds + hooks)])
         computed = numpy.bincount(self._kind, seconds, len(KINDS))
         by_kind: dict[str, float] = dict(zip(KINDS, computed.tolist(), strict=True))
-        started = numpy.array(self._order, dtype=float) * (host_s if machine.runs_ahead else 0.0)
-        run = _Streams(self, machine, by_kind, host_s if machine.runs_ahead else 0.0)
-        run.lead = started - done[:-1]  # when the host starts a kernel, less the kernels before it
+        by_kind[_LAUNCHES] += float(hooks.sum())
+        run = _Streams(self, machine, by_kind, starts)
+        run.lead = starts[self._places] - done[:-1]  # when the host starts a kernel, less the kernels before it
         run.done = done
         run.begins = numpy.zeros(len(seconds))
         return run
@@ -256,8 +267,11 @@ class _Streams:
     done: "numpy.ndarray"
     begins: "numpy.ndarray"  # of each kernel
 
-    def __init__(self, timeline: Timeline, machine: Machine, by_kind: dict[str, float], host_s: float) -> None:
-        self.timeline, self.machine, self.by_kind, self.host_s = timeline, machine, by_kind, host_s
+    def __init__(
+        self, timeline: Timeline, machine: Machine, by_kind: dict[str, float], starts: "numpy.ndarray"
+    ) -> None:
+        self.timeline, self.machine, self.by_kind = timeline, machine, by_kind
+        self.starts = starts.tolist()  # when the host starts each event, if it never waits
         self.compute = 0.0  # when the compute stream is free
         self.late = 0.0  # by how much the host is later than if it never waited
         self.waited = False  # the host has just waited for the device
@@ -280,7 +294,7 @@ class _Streams:
                 for wait in waits:
                     self._wait(wait)
             elif what == "read":
-                self.late = max(self.late, self.compute - self.timeline.launched[place] * self.host_s)
+                self.late = max(self.late, self.compute - self.starts[place])
                 self.waited = True
         last = max([self.compute, *self.free.values()])
         self.by_kind[_EXPOSED] += last - self.compute
@@ -299,15 +313,16 @@ class _Streams:
     def _start(self, place: int) -> None:
         event = self.timeline.events[place]
         assert isinstance(event, Collective)
-        if event.hooked:
-            self._occupy_host(self.machine.sharding_us * 1e-6)
+        if event.hooked and not self.machine.runs_ahead:
+            self.compute += self.machine.sharding_us * 1e-6
+            self.by_kind[_LAUNCHES] += self.machine.sharding_us * 1e-6
         what = event.kind, event.nbytes, event.ranks, self.machine
         seconds = collective_seconds(*what, self.timeline.devices_per_node)
         if seconds:
             # Moving data disturbs computing, and waiting for a slow network does not.
             moving = collective_seconds(*what, devices_per_node=max(event.ranks) + 1)
             self.disturbing[place] = (1 - self.machine.overlap) * min(1.0, moving / seconds)
-        ready = [self.timeline.launched[place] * self.host_s + self.late, self.free.get(event.stream, 0.0)]
+        ready = [self.starts[place] + self.late, self.free.get(event.stream, 0.0)]
         if event.after >= 0 or not self.machine.runs_ahead:
             ready.append(self.compute)
         ready += [self.spans[wait][1] for wait in event.waits]
@@ -317,13 +332,6 @@ class _Streams:
             self.gathers.append(place)
         self.free[event.stream] = max(ready) + seconds
         self.spans[place] = seconds, max(ready) + seconds
-
-    def _occupy_host(self, seconds: float) -> None:
-        if self.machine.runs_ahead:
-            self.late += seconds
-        else:
-            self.compute += seconds
-            self.by_kind[_LAUNCHES] += seconds
 
     def _wait(self, place: int) -> None:
         """Let the compute stream wait for a collective, which has disturbed it meanwhile."""

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -121,3 +122,33 @@ def test_the_hooks_of_sharding_are_found_by_a_network_with_and_without_them(quic
     finally:
         dist.destroy_process_group()
     assert found == pytest.approx(30, rel=0.01)
+
+
+def test_the_hooks_of_modules_are_found_by_a_network_with_and_without_zero(quick, monkeypatch):
+    machine = replace(read_machine("H100"), inside=Link(1, 100, 1.0, reduce_factor=3.0))
+    linear = torch.nn.functional.linear
+
+    def pretend(device, run):
+        """30 µs for each of 73 modules, besides 600 µs to reduce among three ranks, and 71,168 bytes."""
+        before = engine_calls[0]
+        run()
+        return 1.0 + (engine_calls[0] > before) * (73 * 30 + 3 * (200 + 71_168 * 2 / 3 / 1000)) / 1000
+
+    engine_calls = [0]
+    forward = deepspeed.DeepSpeedEngine.forward
+
+    def counted(engine, *args):
+        engine_calls[0] += 1
+        return forward(engine, *args)
+
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr(deepspeed.DeepSpeedEngine, "forward", counted)
+    monkeypatch.setattr(quick, "time_ms", pretend)
+    assert quick._measure_fetching(torch.device("cpu"), machine) == 0
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=3)
+    try:
+        found = quick._measure_fetching(torch.device("cpu"), machine)
+    finally:
+        dist.destroy_process_group()
+    assert found == pytest.approx(30, rel=0.01)
+    assert torch.nn.functional.linear is linear

@@ -170,6 +170,17 @@ def test_collectives_move_what_the_formulas_of_traffic_say(strategy, name, preci
     assert sent == pytest.approx(traffic.ranks, rel=0.002)
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_each_micro_batch_runs_the_hooks_of_all_modules_under_zero_3(stage):
+    step = recorded(blocks(), strategy=ft.ZeROStrategy(stage), world=4, accumulate=2)
+    modules = sum(1 for _ in blocks()().modules())
+    hooks = [kernel.hooks for kernel in step.kernels]
+    assert sum(hooks) == pytest.approx(2 * modules if stage == 3 else 0)
+    updated = [kernel.hooks for kernel in step.events[step.update :] if isinstance(kernel, Kernel)]
+    assert updated
+    assert not any(updated)
+
+
 @pytest.mark.parametrize("strategy", [None, "fsdp2"])
 def test_a_step_whose_kernels_are_known_is_recorded_like_one_whose_kernels_are_not(strategy, monkeypatch):
     def record():

@@ -95,6 +95,17 @@ def test_hooks_of_sharding_keep_the_host_busy():
     assert (beside.seconds, beside.by_kind["launches"]) == (6, 4)
 
 
+def test_hooks_of_modules_keep_the_host_busy():
+    machine = replace(SLOW, fetching_us=2e6)
+    events = [kernel(1, hooks=1.0), kernel(1), gather(1), kernel(1, hooks=0.5)]
+    # The host starts the first kernel at 2 s, and the last at 3 s.
+    ahead = time_of(events, machine)
+    assert (ahead.seconds, ahead.by_kind["launches"]) == (5, 2)
+    assert time_of([kernel(9), *events], machine).seconds == 12
+    beside = time_of(events, replace(machine, runs_ahead=False))
+    assert (beside.seconds, beside.by_kind["launches"]) == (6, 3)
+
+
 def test_what_is_in_the_cache_moves_at_its_rate():
     two_bytes_are_cached = replace(SLOW, cache_mib=2 / 2**20, cached_gb_per_s=4e-9)
     assert time_of([kernel(2)], two_bytes_are_cached).seconds == pytest.approx(0.5)

@@ -10,8 +10,8 @@ from contextlib import suppress
 import torch
 from lightning.fabric.utilities import registry
 
+from lightning_fasttrain.core.host.deepspeed import import_deepspeed
 from lightning_fasttrain.strategy.fsdp2 import sharding
-from lightning_fasttrain.strategy.zero.zero_engine import import_deepspeed
 from tests.support import host_costs
 from tests.support.nets import TinyLM, as_loader, lm_batches, trainer
 

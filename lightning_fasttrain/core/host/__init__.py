@@ -1,4 +1,5 @@
 """Lightning's Trainer, DeepSpeed's optimizers and Hugging Face's masks, as far as their privates are needed.
 
-From the bottom up: ``lightning``, ``host_answers``, ``late_parameters``, ``loader_wrapper``, ``optimizer_steps``.
+From the bottom up: ``lightning``, ``host_answers``, ``late_parameters``, ``loader_wrapper``, ``deepspeed``,
+``optimizer_steps``.
 """

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_fasttrain.core.checks import NonNegativeFloat, NotACallback, PositiveFloat, require
 from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.distributed import largest_over_ranks, rank_count, rank_here
+from lightning_fasttrain.core.host.deepspeed import enter_deepspeed, import_deepspeed, without_needless_ops
 from lightning_fasttrain.core.host.late_parameters import refuse_earlier_shards
 from lightning_fasttrain.core.host.lightning import training_loader
 from lightning_fasttrain.core.messages import explain, say
@@ -40,12 +41,9 @@ from lightning_fasttrain.strategy.memory_limits import (
 )
 from lightning_fasttrain.strategy.zero.zero_engine import (
     Engine,
-    enter_deepspeed,
-    import_deepspeed,
     make_broadcastable_,
     refuse_half_on_cpu,
     refuse_replaced,
-    without_needless_ops,
 )
 from lightning_fasttrain.strategy.zero.zero_states import (
     STAGES,

@@ -468,7 +468,8 @@ class ZeROStage:
         bucket = max(sizes.reduce_bucket, 1) * held.size
         if self.stage.startswith("3"):
             staying, fetched = held.fetched_bytes(sizes)
-            return RankTraffic(bucket, True, True, fetched, max(sizes.prefetch, 1) * held.size, staying)
+            modules = sum(1 for _ in held.net.modules())
+            return RankTraffic(bucket, True, True, fetched, max(sizes.prefetch, 1) * held.size, staying, modules)
         return RankTraffic(bucket, self.stage != "1", updated=sum(held.flat_shards()) * held.ranks * held.size)
 
 
