@@ -1,7 +1,6 @@
 """Measure the machine at hand: products, attention, element-wise kernels, the host, and links between its ranks."""
 
 import functools
-import importlib.util
 import itertools
 import math
 import os
@@ -25,6 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.device import hardware, time_ms
 from lightning_fasttrain.core.host.deepspeed import enter_deepspeed, import_deepspeed, without_needless_ops
+from lightning_fasttrain.core.messages import describe_error, note_once
 from lightning_fasttrain.memory.predict_memory import predict_strategies
 from lightning_fasttrain.step_time.accelerators import ACCELERATORS
 from lightning_fasttrain.step_time.machine import TF32, USUAL, Link, Machine, collective_seconds, machine_of
@@ -384,8 +384,12 @@ def _measure_fetching(device: torch.device, machine: Machine) -> float:
     Its parameters are so small that each rank keeps them whole.
     """
     is_alone = not dist.is_initialized() or dist.get_world_size() < 2
-    # DeepSpeed asks its launcher, or torchrun, for the local rank.
-    if is_alone or "LOCAL_RANK" not in os.environ or importlib.util.find_spec("deepspeed") is None:
+    if is_alone or "LOCAL_RANK" not in os.environ:  # of which DeepSpeed asks its launcher, or torchrun
+        return 0.0
+    try:
+        import_deepspeed()
+    except Exception as error:  # it is not installed, or does not find what it compiles with
+        note_once(f"What ZeRO-3's hooks take is not measured: {describe_error(error)}")
         return 0.0
     plain, batch = _build_small().to(device), torch.ones(2, 4, 16, device=device)
     with _build_engine(_build_small().to(device)) as engine:

@@ -141,6 +141,9 @@ def test_the_hooks_of_modules_are_found_by_a_network_with_and_without_zero(quick
         engine_calls[0] += 1
         return forward(engine, *args)
 
+    def fail():
+        raise RuntimeError("no compiler")
+
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setattr(deepspeed.DeepSpeedEngine, "forward", counted)
     monkeypatch.setattr(quick, "time_ms", pretend)
@@ -148,6 +151,8 @@ def test_the_hooks_of_modules_are_found_by_a_network_with_and_without_zero(quick
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=3)
     try:
         found = quick._measure_fetching(torch.device("cpu"), machine)
+        monkeypatch.setattr(quick, "import_deepspeed", fail)
+        assert quick._measure_fetching(torch.device("cpu"), machine) == 0
     finally:
         dist.destroy_process_group()
     assert found == pytest.approx(30, rel=0.01)
