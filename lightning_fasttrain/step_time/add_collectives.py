@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from lightning.pytorch.strategies import DDPStrategy
 
+from lightning_fasttrain.core.host.lightning import ddp_bucket
 from lightning_fasttrain.memory.one_rank import OneRank, RankStates, RankTraffic
 from lightning_fasttrain.step_time.record_step import (
     GATHERS,
@@ -14,8 +15,6 @@ from lightning_fasttrain.step_time.record_step import (
     Kernel,
     RecordedStep,
 )
-
-_DDP_BUCKET = 25 * 2**20  # of bucket_cap_mb by default
 
 # Place of the event before which a collective starts, the collective, place of the kernel that waits for it.
 Added = tuple[int, Collective, int]
@@ -35,7 +34,7 @@ def add_collectives(step: RecordedStep, rank: OneRank) -> RecordedStep:
         return _add_zero(step, ranks, rank.states, rank.states.traffic)
     # Lightning's strategy for DeepSpeed is one for DDP too.
     if isinstance(rank.strategy, DDPStrategy):
-        return insert(step, _reduce(step, ranks, _DDP_BUCKET, each=False, kind="all-reduce"))
+        return insert(step, _reduce(step, ranks, ddp_bucket(rank.strategy), each=False, kind="all-reduce"))
     return step
 
 

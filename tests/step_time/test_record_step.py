@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
 import lightning_fasttrain as ft
@@ -168,6 +169,17 @@ def test_collectives_move_what_the_formulas_of_traffic_say(strategy, name, preci
     settings = {"world_size": 4, "precision": precision, "strategies": (name,), "micro_batches": 2}
     (traffic,) = predict_traffic(blocks()(), torch.optim.AdamW, **settings)
     assert sent == pytest.approx(traffic.ranks, rel=0.002)
+
+
+def test_gradients_are_reduced_by_the_buckets_of_the_users_ddp():
+    def reductions(**settings):
+        step = recorded(blocks(), strategy=DDPStrategy(**settings), world=4)
+        return [event.nbytes for event in step.events if isinstance(event, Collective)]
+
+    parameters = [4 * parameter.numel() for parameter in blocks()().parameters()]
+    assert reductions() == reductions(bucket_cap_mb=25) == [sum(parameters)]
+    each = reductions(bucket_cap_mb=1e-6)
+    assert sorted(each) == sorted(parameters)
 
 
 @pytest.mark.parametrize("stage", [2, 3])

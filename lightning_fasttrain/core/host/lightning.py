@@ -403,6 +403,11 @@ def has_buckets_beside_gradients(strategy: DDPStrategy) -> bool:
     return not strategy._ddp_kwargs.get("gradient_as_bucket_view", False)
 
 
+def ddp_bucket(strategy: DDPStrategy) -> int:
+    """Return the bytes of gradients that DDP reduces at once."""
+    return int((strategy._ddp_kwargs.get("bucket_cap_mb") or 25) * 2**20)
+
+
 def wrap_again(strategy: DDPStrategy) -> None:
     """DDP averages the gradients of the parameters that train when it is made, and waits for all of them."""
     strategy.model = strategy.lightning_module
