@@ -244,8 +244,8 @@ def _make_shallow(net: nn.Module) -> tuple[list[nn.Module], str, int]:
 
 
 def _count_weights(shallow: Sequence[nn.Module]) -> int:
-    """Return the elements of one block's parameters: what the deepest model has more than the others; 0 for none."""
+    """Return the elements of a block that are trained: what the deepest model has more than the others; 0 for none."""
     if not shallow:
         return 0
-    least, most = (sum(map(Tensor.numel, net.parameters())) for net in shallow)
+    least, most = (sum(one.numel() for one in net.parameters() if one.requires_grad) for net in shallow)
     return most - least

@@ -187,6 +187,24 @@ def test_a_model_of_which_some_blocks_are_frozen_is_predicted_whole():
         assert len(predictor.shallow) == count
 
 
+class WideBlock(nn.Linear):
+    def forward(self, x):
+        return x + super().forward(x).mean(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("trains_weights", [True, False])
+def test_zero_is_predicted_on_few_blocks_where_the_gradients_of_one_fill_a_bucket(trains_weights):
+    wide = 2**20  # so that a block has 268 million weights, and a bucket 200 million gradients
+    net = fake_module(lambda: AfterALongOne(WIDTH, blocks=1), FakeMode())
+    with FakeMode():
+        net.blocks = nn.ModuleList(WideBlock(WIDTH, wide) for _ in range(9))
+    for block in net.blocks:
+        block.weight.requires_grad_(trains_weights)
+    given = {**STEP, "precision": "bf16-mixed", "machine": machine_of(2**30)}
+    predictor = LayoutPredictor(net, torch.zeros(1, WIDTH), [], given, lambda said: None)
+    assert predictor.predict(Layout("zero-2", devices=4), exact=False).exact is not trains_weights
+
+
 class Manual(L.LightningModule):
     """A module that steps its optimizer itself, and so has no micro-batches."""
 
