@@ -33,7 +33,7 @@ class AheadLoader(WrappedLoader):
         return None
 
     def _hand_out(self, state: object) -> None:
-        """Note the state of the batch that is yielded next."""
+        """Note the state of the batch that is yielded next; None before a pass and after it, where nothing is ahead."""
 
 
 class StatefulAheadLoader(AheadLoader):
@@ -106,6 +106,7 @@ class DevicePrefetcher(AheadLoader):
             return
         stream = _side_stream(self.device) if self.device.type == "cuda" else None
         ahead: list[Any] = []
+        self._hand_out(None)
         with deciding_masks_on_host():
             for batch in self.inner:
                 ahead.append(self._start_copy(batch, stream))
@@ -113,6 +114,7 @@ class DevicePrefetcher(AheadLoader):
                     yield self._finish_copy(*ahead.pop(0))
             for item in ahead:
                 yield self._finish_copy(*item)
+        self._hand_out(None)
 
     def _start_copy(self, batch: object, stream: "torch.cuda.Stream | None") -> tuple[Any, Any, Any, Any]:
         state = self._state_now()  # after this batch and before the next one is read

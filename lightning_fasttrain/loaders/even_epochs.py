@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import lightning as L
 from torch.utils.data import IterableDataset
 
+from lightning_fasttrain.checkpoint.loader_state.resumable_loader import ResumableLoader
 from lightning_fasttrain.core.checks import check_arguments
 from lightning_fasttrain.core.distributed import ControlGroup, rank_count
 from lightning_fasttrain.core.host.loader_wrapper import find_innermost, wrap_training_loaders
@@ -51,6 +52,8 @@ def even_epochs(loader: Iterable[object]) -> "EvenLoader":
 class EvenLoader(AheadLoader):
     """See :func:`even_epochs`."""
 
+    _resumes = False  # the next pass begins at a position that was loaded
+
     def __init__(self, inner: Iterable[Any]) -> None:
         super().__init__(inner)
         self._left_out = 0
@@ -73,11 +76,7 @@ class EvenLoader(AheadLoader):
 
     def __iter__(self) -> Iterator[Any]:
         batches = iter(self.inner)  # now, as for the plain loader: it may draw random numbers
-        if self._ranks is None:
-            return batches
-        if self._length is None:
-            return self._iterate_together(self._ranks, batches)
-        return islice(batches, self._length)
+        return batches if self._ranks is None else self._iterate(self._ranks, batches)
 
     def close(self) -> None:
         """Free the process group over which the ranks vote."""
@@ -96,6 +95,19 @@ class EvenLoader(AheadLoader):
         if longest > shortest:
             most = f"up to {number_of(longest - shortest, 'batch', 'batches')} per rank are left out"
             say("EvenEpochs: ranks have %d to %d batches; epochs end after %d, %s", shortest, longest, shortest, most)
+
+    def _iterate(self, ranks: ControlGroup, batches: Iterator[Any]) -> Iterator[Any]:
+        resumes, self._resumes = self._resumes, False  # with the first batch, since Lightning may iterate again before
+        self._hand_out(None)
+        if self._length is None or resumes:  # of the rest of a pass no rank knows the length
+            yield from self._iterate_together(ranks, batches)
+        else:
+            yield from islice(batches, self._length)
+        self._end_pass()
+
+    def _end_pass(self) -> None:
+        """Note that a pass is over, also for a rank that has further batches."""
+        self._hand_out(None)
 
     def _iterate_together(self, ranks: ControlGroup, batches: Iterator[Any]) -> Iterator[Any]:
         ranks.read_vote()  # of an unfinished pass
@@ -116,6 +128,17 @@ class EvenLoader(AheadLoader):
 
 class StatefulEvenLoader(StatefulAheadLoader, EvenLoader):
     """An even loader over a loader that can resume."""
+
+    def load_state_dict(self, state: object) -> None:
+        super().load_state_dict(state)
+        self._resumes = True
+
+    def _end_pass(self) -> None:
+        inner = self.inner
+        while isinstance(inner, StatefulAheadLoader):
+            inner = inner.inner
+        # Others say that a pass is over where its last batch was asked for.
+        self._hand_out(inner.between_passes() if isinstance(inner, ResumableLoader) else None)
 
 
 def _length_of(loader: Any) -> int | None:

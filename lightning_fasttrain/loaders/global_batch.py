@@ -106,8 +106,8 @@ def global_batches(
 
     Returns:
         The loader. ``windows()`` yields the batches of each step, for
-        :func:`~lightning_fasttrain.accumulate_window`; ``set_epoch(epoch)`` chooses the order; ``state_dict()`` is the
-        position, the same on every rank.
+        :func:`~lightning_fasttrain.accumulate_window`; each pass is the next epoch, with another order of a shuffled
+        loader, and ``set_epoch(epoch)`` chooses one; ``state_dict()`` is the position, the same on every rank.
 
     Raises:
         TypeError: not a ``DataLoader`` of a map-style dataset.
@@ -189,7 +189,7 @@ class GlobalBatchLoader(WrappedLoader):
             # Until a batch is given, a further pass begins at the same place.
             self._given, self._next = number, 0
             yield batch
-        self._next = 0
+        self._next = len(self)
 
     def windows(self) -> Iterator[list[Any]]:
         """Yield the batches of each optimizer step, from the position on.

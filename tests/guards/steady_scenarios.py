@@ -117,6 +117,28 @@ def even_loaders(found):
     loader.close()
 
 
+def even_by_hand_and_resumed(found):
+    def make(kind):
+        data = list(range((7, 5)[RANK]))
+        return even_epochs(ft.checkpoint.resumable(DataLoader(kind(data), batch_size=None)))
+
+    def numbers_of(loader):
+        return [int(number) for number in loader]
+
+    for name, kind in (("sized", list), ("stream", Stream)):
+        loader, states = make(kind), []
+        for _ in loader:
+            states.append(loader.state_dict())
+        loaders = [loader]
+        found[f"even by hand and resumed, {name}"] = []
+        for state in [*states, loader.state_dict()]:
+            loaders.append(make(kind))
+            loaders[-1].load_state_dict(state)
+            found[f"even by hand and resumed, {name}"].append([numbers_of(loaders[-1]) for _ in range(2)])
+        for each in loaders:
+            each.close()
+
+
 def even_and_resumed(found, folder):
     mine, path = BATCHES[: (7, 5)[RANK]], f"{folder}/even.ckpt"
 
@@ -178,6 +200,7 @@ def main(path):
     finite_guard(found)
     spike_guard(found, f"{folder}/spike")
     even_loaders(found)
+    even_by_hand_and_resumed(found)
     even_and_resumed(found, folder)
     bad_samples(found, folder)
     slow_ranks(found)

@@ -59,6 +59,13 @@ def test_a_resumed_run_continues_with_the_same_batches(found, kind):
     assert [rank[f"even and resumed, {kind}"] for rank in found] == [[0, 10]] * 2
 
 
+@pytest.mark.parametrize("kind", ["sized", "stream"])
+def test_even_loaders_resume_in_a_bare_loop_with_the_rest_of_a_pass_and_then_a_whole_one(found, kind):
+    whole = list(range(5))
+    expected = [[whole[done:], whole] for done in range(1, 6)] + [[whole, whole]]
+    assert [rank[f"even by hand and resumed, {kind}"] for rank in found] == [expected, expected]
+
+
 def test_the_last_window_has_the_same_length_on_both_ranks(found):
     assert [rank["even windows"] for rank in found] == [[0, 3]] * 2
 

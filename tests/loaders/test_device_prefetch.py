@@ -7,9 +7,11 @@ import pytest
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import BatchEncoding
 
 import lightning_fasttrain as ft
+from lightning_fasttrain.checkpoint import resumable
 from lightning_fasttrain.core.batch.host_copies import Transfers
 from lightning_fasttrain.loaders import prefetch_to_device
 from tests.micro_batching.test_token_weighted_accumulation import StatefulLoader
@@ -66,6 +68,19 @@ def test_the_state_is_that_of_the_last_batch_yielded(device):
     resumed = prefetch_to_device(StatefulLoader(numbered(5)), device)
     resumed.load_state_dict(state)
     assert [batch["name"] for batch in resumed] == [2, 3, 4]
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("make", [StatefulDataLoader, lambda *args: resumable(DataLoader(*args))])
+def test_the_state_after_a_pass_is_the_beginning_of_the_next(make, device):
+    prefetcher, resumed = (prefetch_to_device(make(range(5)), device) for _ in range(2))
+    assert len(list(prefetcher)) == 5
+    resumed.load_state_dict(prefetcher.state_dict())
+    assert len(list(resumed)) == 5
+    next(iter(prefetcher))
+    resumed.load_state_dict(prefetcher.state_dict())  # of a second pass
+    assert len(list(resumed)) == 4
 
 
 def test_a_loader_without_state_stays_without_state():

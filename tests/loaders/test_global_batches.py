@@ -109,11 +109,15 @@ def test_a_position_continues_with_another_batch_size_at_the_same_sample():
 
 
 def test_the_pass_after_a_finished_one_is_the_next_epoch():
-    loader = ft.loaders.global_batches(DataLoader(range(26), 4, shuffle=True), 12)
-    _, second = epochs_of(loader)
-    finished = loader.position(len(loader))
-    loader.load_state_dict({**finished, "epoch": 0})
-    assert [batch.tolist() for batch in loader] == second
+    def make():
+        return ft.loaders.global_batches(DataLoader(range(26), 4, shuffle=True), 12)
+
+    first, second = epochs_of(make())
+    assert first != second
+    loader, resumed = make(), make()
+    assert [batch.tolist() for batch in loader] == first
+    resumed.load_state_dict(loader.state_dict())
+    assert [batch.tolist() for batch in loader] == [batch.tolist() for batch in resumed] == second
 
 
 class Endless:
