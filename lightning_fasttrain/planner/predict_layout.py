@@ -14,6 +14,7 @@ from lightning_fasttrain.core.batch.leaves import batch_size, walk_leaves
 from lightning_fasttrain.core.messages import quiet_libraries
 from lightning_fasttrain.core.modules.blocks import find_blocks
 from lightning_fasttrain.core.modules.fake_mode import FakeMode
+from lightning_fasttrain.core.modules.parameters import trained_parameters
 from lightning_fasttrain.loss import FusedLossHead
 from lightning_fasttrain.memory.fake_step import fake_module
 from lightning_fasttrain.memory.memory_report import Moment
@@ -247,5 +248,5 @@ def _count_weights(shallow: Sequence[nn.Module]) -> int:
     """Return the elements of a block that are trained: what the deepest model has more than the others; 0 for none."""
     if not shallow:
         return 0
-    least, most = (sum(one.numel() for one in net.parameters() if one.requires_grad) for net in shallow)
+    least, most = (sum(map(Tensor.numel, trained_parameters(net))) for net in shallow)
     return most - least
