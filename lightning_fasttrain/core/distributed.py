@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
 Answer = TypeVar("Answer")
@@ -198,13 +197,13 @@ def _is_launched() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def sum_over_ranks(counts: list[int], strategy: Strategy | None, world_size: int) -> list[int]:
+def sum_over_ranks(counts: list[int], world_size: int) -> list[int]:
     """Return the sum of each of the ``counts`` over all ranks.
 
     A single process returns its own. Several use one small all-reduce, for whose result the host waits, since all must
     continue with the same sums.
     """
-    if strategy is None or world_size == 1:
+    if world_size == 1:
         return counts
     return list(map(int, _reduce([*counts], "SUM")))
 

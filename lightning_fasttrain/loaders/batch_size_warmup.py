@@ -87,21 +87,20 @@ def grow_windows(batches: Iterable[object], growth: Growth) -> Iterator[list[Any
         >>> [len(window) for window in grow_windows([torch.zeros(2)] * 9, Growth(1, 3, over="6 samples"))]
         [1, 1, 2, 3, 2]
     """
+    growth.begin_loop()
     window: list[Any] = []
     size = growth.size  # fixed for this window; counting affects the next one
     for batch in batches:
         window.append(batch)
         growth.add(batch)
         if len(window) == size:
-            yield window
+            with growth.counting(steps=1):
+                yield window
             window = []
-            growth.steps += 1
-            growth.agree()
             size = growth.size
     if window:
-        yield window
-        growth.steps += 1
-        growth.agree()
+        with growth.counting(steps=1):
+            yield window
 
 
 class BatchSizeWarmup(KeepsGrowth, TokenWeightedAccumulation):
@@ -204,7 +203,7 @@ class BatchSizeWarmup(KeepsGrowth, TokenWeightedAccumulation):
         assert trainer is not None
         if self.growth.clock != "steps" and self.growth.is_growing:
             # A collective: all ranks get here when a window begins, and their windows are the same.
-            self.growth.agree(trainer.strategy, trainer.world_size)
+            self.growth.agree(trainer.world_size)
         self.growth.steps = trainer.global_step
         size = self.growth.size
         if self._said is not None and size != self._said:

@@ -1,14 +1,14 @@
 """A size that grows over the first part of a run, by exact counts over all processes, and batches of that size."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.strategies import Strategy
 
 from lightning_fasttrain.core.batch import count_batch
 from lightning_fasttrain.core.checks import PositiveInt, check_arguments
-from lightning_fasttrain.core.distributed import sum_over_ranks
+from lightning_fasttrain.core.distributed import rank_count, sum_over_ranks
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.technique import Technique
@@ -21,6 +21,9 @@ from lightning_fasttrain.technique.run_length import steps_of_epochs, total_step
 class Growth:
     """A size that grows from ``start`` to ``full`` in equal increments of ``grid``, each after an equal share of
     ``over``.
+
+    A state that is saved in the body of a loop counts the batch in hand. While a size depends on samples or tokens, each
+    of several processes counts those of all, and waits for them in every step.
 
     Args:
         start: the first size.
@@ -54,8 +57,7 @@ class Growth:
         """Reset the counters at the start of a run."""
         known = self.over.unit not in ("share", "epochs")
         self.until: float | None = self.over.amount if known else None
-        self.steps = self.samples = self.tokens = 0
-        self._unsaid = [0, 0]  # samples and tokens of this process that the others do not know
+        self.load_state_dict({"steps": 0, "samples": 0, "tokens": 0})
 
     def size_at(self, done: float) -> int:
         """Return the size after this number of steps, samples or tokens."""
@@ -81,25 +83,51 @@ class Growth:
         """Whether the growth continues."""
         return self.until is None or self.done < self.until
 
+    def begin_loop(self) -> None:
+        """Count what a loop had in hand when it was left."""
+        self.load_state_dict(self.state_dict())
+
     def add(self, batch: object) -> None:
         """Count a batch of this process, as :func:`~lightning_fasttrain.core.batch.count_batch` does."""
         samples, tokens = count_batch(batch)
         self._unsaid[0] += samples
         self._unsaid[1] += tokens
 
-    def agree(self, strategy: Strategy | None = None, world_size: int = 1) -> None:
+    def agree(self, world_size: int) -> None:
         """Add the new counts; on several processes, those of all of them, in one synchronous all-reduce."""
-        samples, tokens = sum_over_ranks(self._unsaid, strategy, world_size)
+        samples, tokens = sum_over_ranks(self._unsaid, world_size)
         self._unsaid = [0, 0]
         self.samples += samples
         self.tokens += tokens
 
+    @contextmanager
+    def counting(self, steps: int) -> Iterator[None]:
+        """Hand out batches that :meth:`add` has counted: the state has them at once, and the size afterwards.
+
+        Args:
+            steps: how many optimizer steps end with them.
+        """
+        before = self.steps, self.samples, self.tokens
+        # Where nothing depends on the others' counts, processes do not wait for one another.
+        self.agree(rank_count() if self.clock != "steps" and self.is_growing else 1)
+        self.steps += steps
+        after = self.state_dict()
+        self.steps, self.samples, self.tokens = before
+        self._in_hand = after
+        try:
+            yield
+        finally:
+            if self._in_hand is after:  # else another loop has begun, or a state was loaded
+                self.load_state_dict(after)
+
     def state_dict(self) -> dict[str, int]:
-        return {"steps": self.steps, "samples": self.samples, "tokens": self.tokens}
+        """Return the counts after the batches that a loop has in hand."""
+        return self._in_hand or {"steps": self.steps, "samples": self.samples, "tokens": self.tokens}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         self.steps, self.samples, self.tokens = state["steps"], state["samples"], state["tokens"]
-        self._unsaid = [0, 0]
+        self._unsaid = [0, 0]  # samples and tokens of this process that the others do not know
+        self._in_hand: dict[str, int] | None = None
 
 
 class KeepsGrowth:
@@ -110,12 +138,12 @@ class KeepsGrowth:
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: count the remaining samples and tokens of all processes."""
-        self.growth.agree(trainer.strategy, trainer.world_size)
+        self.growth.agree(trainer.world_size)
 
     def state_dict(self) -> dict[str, Any]:
         # All processes save; after an error of one of them the others may not take part.
         if self._trainer is not None and not self._trainer.interrupted:
-            self.growth.agree(self._trainer.strategy, self._trainer.world_size)
+            self.growth.agree(self._trainer.world_size)
         return self.growth.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -126,13 +154,13 @@ def grow_batches(
     batches: Iterable[object], growth: Growth, window: int, change: Callable[[Any, int], object]
 ) -> Iterator[Any]:
     """Yield the batches, changed to ``growth.size`` while it grows; ``window`` of them are an optimizer step."""
+    growth.begin_loop()
     for number, batch in enumerate(batches, start=1):
         if growth.is_growing:
             batch = change(batch, growth.size)
         growth.add(batch)
-        yield batch
-        growth.agree()
-        growth.steps += number % window == 0
+        with growth.counting(steps=int(number % window == 0)):
+            yield batch
 
 
 class GrowingBatches(KeepsGrowth, Technique):
@@ -181,7 +209,7 @@ class GrowingBatches(KeepsGrowth, Technique):
         growth.steps = trainer.global_step
         if growth.is_growing:
             if growth.clock != "steps":
-                growth.agree(trainer.strategy, trainer.world_size)
+                growth.agree(trainer.world_size)
             batch = self.change(batch, growth.size)
         growth.add(batch)
         return batch

@@ -262,7 +262,7 @@ class Schedule(LRScheduler):
         self._set_rates()
 
     def _see(self, trainer: L.Trainer, batch: object) -> None:
-        samples, tokens = sum_over_ranks([*count_batch(batch)], trainer.strategy, trainer.world_size)
+        samples, tokens = sum_over_ranks([*count_batch(batch)], trainer.world_size)
         self.count(samples=samples, tokens=tokens)
 
 

@@ -313,10 +313,48 @@ def test_loops_resume_their_growth():
     assert second.state_dict() == whole.state_dict()
 
 
+@pytest.mark.parametrize("over", ["4 steps", "30 samples", "60 tok"])
+@pytest.mark.parametrize(
+    "grow", [lambda *args: grow_sequences(*args, window=2), grow_windows], ids=["batches", "windows"]
+)
+def test_a_state_that_is_saved_in_the_body_of_a_loop_has_the_batch_in_hand(grow, over):
+    def shape_of(item):
+        return [batch["labels"].shape for batch in item] if isinstance(item, list) else item["labels"].shape
+
+    def count_batches(item):
+        return len(item) if isinstance(item, list) else 1
+
+    whole, read, states = [], 0, []
+    growth = Growth(1, 5, over)
+    for item in grow(RAGGED, growth):
+        whole.append(shape_of(item))
+        read += count_batches(item)
+        states.append((growth.state_dict(), read))
+    assert len({str(shape) for shape in whole}) > 2
+    for number, (state, read) in enumerate(states, start=1):
+        if isinstance(item, dict) and number % 2:  # within a step
+            continue
+        resumed = Growth(1, 5, over)
+        resumed.load_state_dict(state)
+        assert [shape_of(item) for item in grow(RAGGED[read:], resumed)] == whole[number:]
+        assert resumed.state_dict() == growth.state_dict()
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_loop_that_is_left_has_counted_the_batch_in_hand(keeps):
+    growth, kept = Growth(1, 5, over=4), []
+    for number in range(4):
+        batches = grow_sequences(RAGGED, growth)
+        kept += [batches] * keeps
+        for batch in batches:
+            assert batch["labels"].shape[1] == number + 1
+            break
+
+
 RANKS = """
 import os
 import torch
-from lightning_fasttrain.loaders import BatchSizeWarmup, SequenceLengthWarmup
+from lightning_fasttrain.loaders import BatchSizeWarmup, Growth, SequenceLengthWarmup, grow_windows
 from tests.micro_batching.test_sizes import Sizes
 from tests.support.nets import TinyLM, as_loader, lm_batches, trainer, weights
 
@@ -332,6 +370,8 @@ assert [rows // (2 + 4 * rank) for rows in seen.rows] == [1, 1, 1, 2, 3], seen.r
 other = torch.stack([weights(module)["head.weight"]] * 2)
 torch.distributed.broadcast(other[1], src=0)
 assert torch.equal(other[0], other[1])
+windows = grow_windows(mine, Growth(1, 3, over="40 samples"))
+assert [len(window) for window in windows] == [1, 1, 1, 2, 3]
 """
 
 
