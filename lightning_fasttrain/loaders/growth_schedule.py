@@ -22,8 +22,8 @@ class Growth:
     """A size that grows from ``start`` to ``full`` in equal increments of ``grid``, each after an equal share of
     ``over``.
 
-    A state that is saved in the body of a loop counts the batch in hand. While a size depends on samples or tokens, each
-    of several processes counts those of all, and waits for them in every step.
+    A state that is saved in the body of a loop counts the batch in hand. While the size depends on samples or tokens,
+    each of several processes counts those of all, and waits for them in every step.
 
     Args:
         start: the first size.
