@@ -186,10 +186,11 @@ class GlobalBatchLoader(WrappedLoader):
 
     def _count(self, batches: Iterator[Any], first: int) -> Iterator[Any]:
         for number, batch in enumerate(batches, first + 1):
-            # Until a batch is given, a further pass begins at the same place.
+            # Until a batch is given, a further pass begins at the same place; after the last one, the next epoch.
             self._given, self._next = number, 0
+            if number == len(self):
+                self._next = number
             yield batch
-        self._next = len(self)
 
     def windows(self) -> Iterator[list[Any]]:
         """Yield the batches of each optimizer step, from the position on.

@@ -115,7 +115,7 @@ def test_the_pass_after_a_finished_one_is_the_next_epoch():
     first, second = epochs_of(make())
     assert first != second
     loader, resumed = make(), make()
-    assert [batch.tolist() for batch in loader] == first
+    assert [batch.tolist() for _, batch in zip(first, loader, strict=False)] == first  # does not ask for more
     resumed.load_state_dict(loader.state_dict())
     assert [batch.tolist() for batch in loader] == [batch.tolist() for batch in resumed] == second
 
