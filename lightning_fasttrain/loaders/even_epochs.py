@@ -31,8 +31,8 @@ def even_epochs(loader: Iterable[object]) -> "EvenLoader":
     The remaining batches of the longer ranks are not trained on in this pass; with shuffling they differ from pass to
     pass. With one process nothing is done. With several, all must call this, and all must advance to the same batch.
 
-    A loader that can resume does so in the middle of a pass. A state that is saved after a pass begins the next one with
-    :func:`~lightning_fasttrain.checkpoint.resumable`; torchdata's loader first returns what was left out.
+    A loader that can resume does so in the middle of a pass. With :func:`~lightning_fasttrain.checkpoint.resumable`, a
+    state that is saved after a pass begins the next one; torchdata's loader first returns what was left out.
 
     Args:
         loader: a ``DataLoader`` or any other iterable. Its attributes are forwarded.
