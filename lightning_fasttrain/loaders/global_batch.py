@@ -127,6 +127,9 @@ def global_batches(
     return GlobalBatchLoader(loader, samples, seed, seed_samples)
 
 
+_NEXT_EPOCH = -1  # in the place of the batch that the next pass begins with
+
+
 class GlobalBatchLoader(WrappedLoader):
     """The loader that :func:`global_batches` returns."""
 
@@ -144,6 +147,7 @@ class GlobalBatchLoader(WrappedLoader):
         self._own_sampler, self._own_data = own, loader.dataset
         self._epoch = self._next = 0  # the epoch, and the batch that the next pass begins with
         self._given = 0  # number of batches given in this epoch
+        self._is_over = False  # whether more than these were asked for
         place = vars(self.inner)
         # torch forbids setting these, hence vars(); an iterator reads them when it is created.
         place["batch_sampler" if loader.batch_sampler is not None else "sampler"] = self._indices = _Indices()
@@ -165,18 +169,17 @@ class GlobalBatchLoader(WrappedLoader):
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of an epoch; a position that was loaded for this very epoch is kept."""
-        if epoch != self._epoch:
-            self._epoch, self._next, self._given = epoch, 0, 0
+        if epoch != self._epoch or self._next == _NEXT_EPOCH:
+            self._epoch, self._next, self._given, self._is_over = epoch, 0, 0, False
 
     def has_samples(self, batch: int) -> bool:
         """Whether this rank has samples in a batch of the epoch; otherwise it reads one that another rank counts."""
         return len(self._shares.places(batch, self._rank)) > 0
 
     def __iter__(self) -> Iterator[Any]:
-        first = self._next
-        if first >= len(self):  # a pass ended here, and the next epoch begins
+        if self._next == _NEXT_EPOCH:
             self.set_epoch(self._epoch + 1)
-            first = 0
+        first = self._next
         with seeded(f"{self._seed} {self._epoch} {self._rank}"):  # also for the seed that is drawn for workers
             self._indices.batches = self._list_indices(first)
             if self._seeds_samples:
@@ -186,11 +189,12 @@ class GlobalBatchLoader(WrappedLoader):
 
     def _count(self, batches: Iterator[Any], first: int) -> Iterator[Any]:
         for number, batch in enumerate(batches, first + 1):
-            # Until a batch is given, a further pass begins at the same place; after the last one, the next epoch.
+            # Until a batch is given, a further pass begins at the same place.
             self._given, self._next = number, 0
             if number == len(self):
-                self._next = number
+                self._next = _NEXT_EPOCH
             yield batch
+        self._next, self._is_over = _NEXT_EPOCH, True
 
     def windows(self) -> Iterator[list[Any]]:
         """Yield the batches of each optimizer step, from the position on.
@@ -236,7 +240,12 @@ class GlobalBatchLoader(WrappedLoader):
                 own.set_state(before)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last batch given; the same on every rank."""
+        """Return the position after the last batch given, or the beginning of the next epoch after the end of a pass.
+
+        It is the same on every rank.
+        """
+        if self._is_over:
+            return {**self.position(0), "epoch": self._epoch + 1}
         return self.position(self._given)
 
     def position(self, batch: int) -> dict[str, Any]:
@@ -271,7 +280,7 @@ class GlobalBatchLoader(WrappedLoader):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Begin the next pass at the position of ``state``, which may be of another number of ranks."""
         self._epoch, self._next = state["epoch"], self.find_batch(state)
-        self._given = self._next
+        self._given, self._is_over = self._next, False
 
 
 class _Indices:
@@ -474,6 +483,8 @@ class GlobalBatch(TokenWeightedAccumulation):
                 position["epoch"],
             )
         loader.load_state_dict(position)
+        if batch == len(loader):  # Lightning begins the next epoch without another pass
+            loader.set_epoch(position["epoch"] + 1)
         iterate_again(trainer)
 
 

@@ -115,8 +115,20 @@ def test_the_pass_after_a_finished_one_is_the_next_epoch():
     first, second = epochs_of(make())
     assert first != second
     loader, resumed = make(), make()
-    assert [batch.tolist() for _, batch in zip(first, loader, strict=False)] == first  # does not ask for more
+    assert [batch.tolist() for batch in loader] == first
     resumed.load_state_dict(loader.state_dict())
+    assert [batch.tolist() for batch in loader] == [batch.tolist() for batch in resumed] == second
+
+
+def test_a_pass_of_which_no_more_was_asked_for_ends_when_it_is_resumed():
+    def make():
+        return ft.loaders.global_batches(DataLoader(range(26), 4, shuffle=True), 12)
+
+    first, second = epochs_of(make())
+    loader, resumed = make(), make()
+    assert [batch.tolist() for _, batch in zip(first, loader, strict=False)] == first
+    resumed.load_state_dict(loader.state_dict())
+    assert list(resumed) == []
     assert [batch.tolist() for batch in loader] == [batch.tolist() for batch in resumed] == second
 
 
