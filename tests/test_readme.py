@@ -248,12 +248,14 @@ def test_plans_are_as_good_as_what_a_search_found(monkeypatch):
 
 def test_the_runs_of_the_tests_are_those_on_file():
     runs = json.loads((ROOT / "examples" / "results" / "steady_tests_cpu.json").read_text())["runs"]
-    busy, older = (sum(bool(run[name]) for run in runs) for name in ("busy_neighbour", "kernels"))
-    said = f"So far {len(runs)} runs of one commit are done, of 20 to come, and all passed: {runs[0]['passed']:,} tests"
+    busy, older, shuffled = (sum(bool(run[name]) for run in runs) for name in ("busy_neighbour", "kernels", "order"))
+    seconds = [run["seconds"] for run in runs]
     text = " ".join(RESULTS.split())
-    assert said in text
-    assert f"{busy} of them beside a busy core and {older} with kernels for older processors" in text
+    assert f"All {len(runs)} runs of one commit passed: {runs[0]['passed']:,} tests each" in text
+    assert f"{busy} of them beside a busy core, {older} with kernels for older processors and {shuffled} with" in text
+    assert f"A run took {min(seconds):,} to {max(seconds):,} s" in text
     assert {(run["code"], run["passed"], run["commit"]) for run in runs} == {(0, runs[0]["passed"], runs[0]["commit"])}
+    assert len(runs) >= 20
 
 
 def test_the_table_of_the_chunked_loss_is_what_was_measured():
