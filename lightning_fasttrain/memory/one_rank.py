@@ -173,6 +173,7 @@ class RankTraffic:
         prefetch: parameters that are gathered at once.
         updated: parameters that are gathered after the update.
         modules: number of modules whose hooks gather parameters, in each forward with its backward.
+        updates: number of gathers after the update, one after the other.
     """
 
     bucket: int
@@ -182,6 +183,7 @@ class RankTraffic:
     prefetch: int = 1
     updated: int = 0
     modules: int = 0
+    updates: int = 1
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,8 @@ def _add_zero(step: RecordedStep, ranks: tuple[int, ...], states: RankStates, tr
         added += _fetch(step, ranks, traffic)
     if traffic.updated:
         end = len(step.events)
-        added.append((end, Collective("all-gather", traffic.updated, ranks, GATHERS), end))
+        gather = Collective("all-gather", traffic.updated // traffic.updates, ranks, GATHERS)
+        added += [(end, gather, end)] * traffic.updates
     # The hooks of modules are spread over the kernels of forward and backward.
     hooks = traffic.modules * len(step.starts) / max(step.update, 1)
     events: list[Event] = []

@@ -191,6 +191,9 @@ def test_each_micro_batch_runs_the_hooks_of_all_modules_under_zero_3(stage):
     updated = [kernel.hooks for kernel in step.events[step.update :] if isinstance(kernel, Kernel)]
     assert updated
     assert not any(updated)
+    gathers = [event for event in step.events[step.update :] if isinstance(event, Collective)]
+    # All parameters are small: at stage 3 each rank keeps them whole, and gathers one after the other.
+    assert len(gathers) == (1 if stage == 2 else sum(1 for _ in blocks()().parameters()))
 
 
 @pytest.mark.parametrize("strategy", [None, "fsdp2"])

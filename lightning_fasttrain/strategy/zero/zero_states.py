@@ -279,6 +279,10 @@ class Held:
         kept = min(1.0, sizes.reuse // 2 / max(numel, 1))
         return staying, once + int((1 - kept) * again)
 
+    def count_staying(self, sizes: ZeROSizes) -> int:
+        """Return the number of parameters that each rank keeps whole (stage 3)."""
+        return len(self._staying_parameters(sizes))
+
     def _staying_parameters(self, sizes: ZeROSizes) -> list[nn.Parameter]:
         return [p for p in self.parameters if p.numel() <= sizes.persistence]
 
@@ -468,8 +472,16 @@ class ZeROStage:
         bucket = max(sizes.reduce_bucket, 1) * held.size
         if self.stage.startswith("3"):
             staying, fetched = held.fetched_bytes(sizes)
-            modules = sum(1 for _ in held.net.modules())
-            return RankTraffic(bucket, True, True, fetched, max(sizes.prefetch, 1) * held.size, staying, modules)
+            return RankTraffic(
+                bucket,
+                each_micro_batch=True,
+                scatters=True,
+                fetched=fetched,
+                prefetch=max(sizes.prefetch, 1) * held.size,
+                updated=staying,
+                modules=sum(1 for _ in held.net.modules()),
+                updates=held.count_staying(sizes),
+            )
         return RankTraffic(bucket, self.stage != "1", updated=sum(held.flat_shards()) * held.ranks * held.size)
 
 
