@@ -351,6 +351,21 @@ def test_a_loop_that_is_left_has_counted_the_batch_in_hand(keeps):
             break
 
 
+@dataclass
+class Ids:
+    """A batch in a class of its own."""
+
+    ids: torch.Tensor
+
+
+def test_a_batch_in_a_dataclass_is_counted():
+    growth = Growth(1, 3, "30 samples")
+    windows = grow_windows([Ids(torch.zeros(4, 5, dtype=torch.long))] * 9, growth)
+    # The size is 1 before 15 samples, and 2 before 30; the last window is short.
+    assert [len(window) for window in windows] == [1, 1, 1, 1, 2, 2, 1]
+    assert growth.state_dict() == {"steps": 7, "samples": 36, "tokens": 180}
+
+
 RANKS = """
 import os
 import torch

@@ -175,6 +175,8 @@ def count_batch(batch: object) -> tuple[int, int]:
             parts.extend(part)
         elif isinstance(part, Mapping):
             parts.extend(part.values())
+        elif dataclasses.is_dataclass(part) and not isinstance(part, type):
+            parts.extend(getattr(part, one.name) for one in dataclasses.fields(part))
     return samples, 0
 
 
