@@ -2,10 +2,10 @@
 
     python examples/time_prediction.py [--machine HERE.json] [--models GPT-2,BERT] [--rounds 5] [--out RESULTS.json]
 
-The machine is measured first, as by ``fasttrain machine``. The ways to train a model run in turn, and each has the
-least time of all rounds, since other work of a machine only adds time; it varies by as much as the median is above it.
-A model's fastest way is named rightly if the way that is predicted to be the fastest is slower than the one that is by
-no more than either varies.
+The machine is measured before each model, as by ``fasttrain machine``, since other work of its host makes it faster and
+slower within minutes. The ways to train a model run in turn, and each has the least time of all rounds, since such work
+only adds time; it varies by as much as the median is above it. A model's fastest way is named rightly if the way that
+is predicted to be the fastest is slower than the one that is by no more than either varies.
 """
 
 import argparse
@@ -43,14 +43,14 @@ def predict(specimen, way, machine):
 
 
 def measure_in_turn(steps, rounds):
-    """The seconds of each step in all rounds, after one that warms up."""
+    """The seconds of each step in all rounds; one before it warms up, and finds in the caches what others have left."""
     taken = [[] for _ in steps]
-    for number in range(rounds + 1):
+    for _ in range(rounds):
         for step, seconds in zip(steps, taken, strict=True):
+            step()
             began = time.perf_counter()
             step()
-            if number:
-                seconds.append(time.perf_counter() - began)
+            seconds.append(time.perf_counter() - began)
     return taken
 
 
@@ -120,30 +120,30 @@ def summarize(rows):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--machine", help="a profile; default: it is measured")
+    parser.add_argument("--machine", help="a profile; default: it is measured before each model")
     parser.add_argument("--models", help="some of them, by name; default: all")
     parser.add_argument("--rounds", type=int, default=5, help="in which each way runs once")
     parser.add_argument("--out", type=Path, help="a JSON file for the figures")
     options = parser.parse_args()
-    machine = measure_machine("cpu") if options.machine is None else read_machine(options.machine)
-    specimens = families()
+    specimens, machines = families(), {}
     about = {
         "hardware": hardware(),
         "versions": versions(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": without_paths(shlex.join(["python", "examples/time_prediction.py", *sys.argv[1:]])),
-        "machine": asdict(machine),
     }
     rows = []
     print(f"{'ms':<34} {'predicted':>10} {'measured':>10} {'spread':>7} {'error':>7}")
     for model in options.models.split(",") if options.models else KINDS_ON_CUDA:
+        machine = measure_machine("cpu") if options.machine is None else read_machine(options.machine)
+        machines[model] = asdict(machine)
         of_model = rows_of(model, specimens[model], machine, options.rounds)
         rows += of_model
         for row in of_model:
             times = f"{row['predicted_ms']:>10.1f} {row['measured_ms']:>10.1f} {row['spread']:>7.0%}"
             print(f"{model:<16} {row['way']:<17} {times} {error_of(row):>+7.1%}", flush=True)
         if options.out is not None:
-            found = {**about, **summarize(rows), "rows": rows}
+            found = {**about, **summarize(rows), "rows": rows, "machines": machines}
             write_atomic(options.out, json.dumps(found, indent=1) + "\n")
     for name, value in summarize(rows).items():
         print(f"{name}: {value}")

@@ -1,5 +1,6 @@
 """The figures of the docs are those of the files that the scripts wrote, and the profiles hold their own errors."""
 
+import importlib
 import json
 import re
 import statistics
@@ -38,6 +39,17 @@ def test_the_table_of_a_cpu_is_that_of_its_file():
     assert rows == [[w, str(v["number"]), f"{v['mean']:.1%}", f"{v['bias']:+.1%}"] for w, v in ways]
     assert f"Steps are {found['mean_error']:.1%} off in the mean" in PAGE
     assert f"{found['fastest_named']} of {found['models']} models" in PAGE
+    assert found["mean_error"] <= 0.15
+    assert (found["models"], found["fastest_named"]) >= (16, 14)
+
+
+def test_a_timed_step_follows_one_of_its_own_way(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    measure_in_turn = importlib.import_module("time_prediction").measure_in_turn
+    ran = []
+    taken = measure_in_turn([lambda: ran.append("plain"), lambda: ran.append("bf16")], rounds=2)
+    assert ran == ["plain", "plain", "bf16", "bf16"] * 2
+    assert [len(seconds) for seconds in taken] == [2, 2]
 
 
 def test_the_table_of_ranks_is_that_of_its_files():
