@@ -3,9 +3,10 @@
     python examples/time_prediction.py [--machine HERE.json] [--models GPT-2,BERT] [--rounds 5] [--out RESULTS.json]
 
 The machine is measured before each model, as by ``fasttrain machine``, since other work of its host makes it faster and
-slower within minutes. The ways to train a model run in turn, and each has the least time of all rounds, since such work
-only adds time; it varies by as much as the median is above it. A model's fastest way is named rightly if the way that
-is predicted to be the fastest is slower than the one that is by no more than either varies.
+slower within minutes. The ways to train a model run in turn, each for two steps of which the second is timed, and each
+has the least time of all rounds, since such work only adds time; it varies by as much as the median is above it. A
+model's fastest way is named rightly if the way that is predicted to be the fastest is slower than the one that is by no
+more than either varies.
 """
 
 import argparse
@@ -43,7 +44,7 @@ def predict(specimen, way, machine):
 
 
 def measure_in_turn(steps, rounds):
-    """The seconds of each step in all rounds; one before it warms up, and finds in the caches what others have left."""
+    """The seconds of each step in all rounds, after one that is not timed and finds the caches as others left them."""
     taken = [[] for _ in steps]
     for _ in range(rounds):
         for step, seconds in zip(steps, taken, strict=True):
@@ -122,7 +123,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--machine", help="a profile; default: it is measured before each model")
     parser.add_argument("--models", help="some of them, by name; default: all")
-    parser.add_argument("--rounds", type=int, default=5, help="in which each way runs once")
+    parser.add_argument("--rounds", type=int, default=5, help="in which each way is timed once")
     parser.add_argument("--out", type=Path, help="a JSON file for the figures")
     options = parser.parse_args()
     specimens, machines = families(), {}

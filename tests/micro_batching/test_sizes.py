@@ -1,7 +1,7 @@
 """Batch size and sequence length warmup: exact counts, schedules, resuming, and two processes."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import lightning as L
 import pytest
@@ -353,9 +353,10 @@ def test_a_loop_that_is_left_has_counted_the_batch_in_hand(keeps):
 
 @dataclass
 class Ids:
-    """A batch in a class of its own."""
+    """A batch in a class of its own, with a field that the step sets."""
 
     ids: torch.Tensor
+    lengths: torch.Tensor = field(init=False)
 
 
 def test_a_batch_in_a_dataclass_is_counted():

@@ -176,7 +176,7 @@ def count_batch(batch: object) -> tuple[int, int]:
         elif isinstance(part, Mapping):
             parts.extend(part.values())
         elif dataclasses.is_dataclass(part) and not isinstance(part, type):
-            parts.extend(getattr(part, one.name) for one in dataclasses.fields(part))
+            parts.extend(getattr(part, one.name, None) for one in dataclasses.fields(part))  # some are set later
     return samples, 0
 
 
