@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import BackwardCFunction
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._mode_utils import no_dispatch
 
 from lightning_fasttrain.core.messages import explain
@@ -29,6 +30,7 @@ _DEVICE = torch.ops.prim.device.default
 _WAITS = {torch.ops._c10d_functional.wait_tensor.default}
 _UNKNOWN = CallKey(None, [])
 _RESIZE = torch.UntypedStorage.resize_
+_FIND_SHAPES = ShardingPropagator._propagate_tensor_meta_non_cached
 
 Workspace = Callable[[Sequence[Any], Any], int]
 Kept = Callable[[Sequence[Any], Any], tuple[Tensor, int]]
@@ -145,6 +147,7 @@ class AllocationTrace(AssumedNumbers):
         self._alive: dict[int, tuple[weakref.ref[Any], Allocation]] = {}
         self._period = 0
         self._in_forward = True
+        self._finds_shapes = False
         self._inside: list[tuple[str, int | None]] = []  # running modules, and the node that runs their recomputation
         self._module_of_node: dict[int, str] = {}
 
@@ -155,6 +158,8 @@ class AllocationTrace(AssumedNumbers):
         if takes_no_tensor(func):
             with no_dispatch():
                 return func(*args, **(kwargs or {}))
+        if self._finds_shapes:
+            return func(*args, **(kwargs or {}))
         if is_sharded(types):
             # Where it is not implemented, the tensor's class calls operations on this rank's part, which are traced.
             return run_on_shards(func, args, kwargs or {}, self.__torch_dispatch__)
@@ -242,6 +247,14 @@ class AllocationTrace(AssumedNumbers):
         self._alive[storage._cdata] = (reference, allocation)
         return result
 
+    def _find_shapes(self, *args: Any) -> Any:
+        """Run an operator on the shapes of whole tensors, as :class:`DTensor` does once for each; no step does so."""
+        self._finds_shapes = True
+        try:
+            return _FIND_SHAPES(*args)
+        finally:
+            self._finds_shapes = False
+
     def _note_workspace(self, nbytes: int, module: str, op: str, phase: str) -> None:
         allocation = self._allocate(nbytes, module, f"{op} (workspace)", phase)
         self.now += 1
@@ -300,6 +313,8 @@ class AllocationTrace(AssumedNumbers):
         self.recorder.watch(model)
         with ExitStack() as hooks:
             hooks.enter_context(patched(torch.UntypedStorage, "resize_", lambda *args: self._resize(*args)))
+            find_shapes = patched(ShardingPropagator, _FIND_SHAPES.__name__, lambda *args: self._find_shapes(*args))
+            hooks.enter_context(find_shapes)
             for name, module in model.named_modules():
                 hooks.callback(module.register_forward_pre_hook(partial(self._enter, name)).remove)
                 # Always called: torch's checkpoint ends a recomputation with an exception inside of entered modules.

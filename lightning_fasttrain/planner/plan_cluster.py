@@ -263,6 +263,8 @@ class _Search:
         seen: set[tuple[Layout, bool]] = set()
 
         def push(layout: Layout, exact: bool = False) -> None:
+            if self._holds_too_large_sums(layout):
+                layout = replace(layout, reduce_once=False)
             if (layout, exact) in seen:
                 return
             seen.add((layout, exact))
@@ -325,6 +327,12 @@ class _Search:
             beside = ", fused head" if layout.fused_head else ""
             self.left_out.setdefault(f"{layout.family}{beside}", first_line(error).rstrip("."))
             return None
+
+    def _holds_too_large_sums(self, layout: Layout) -> bool:
+        """Return whether gradients that are summed over micro-batches, unsharded, do not fit by themselves."""
+        if layout.strategy != "fsdp2" or layout.accumulate == 1:
+            return False
+        return self.predictor.gradient_bytes > self.usable * layout.tensor_parallel
 
     def _list_leaner(self, layout: Layout, point: PredictedLayout, largest: int) -> Iterator[Layout]:
         """Yield what may fit where this does not: sharded gradients, smaller micro-batches, more recomputation."""

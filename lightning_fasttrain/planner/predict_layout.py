@@ -14,7 +14,7 @@ from lightning_fasttrain.core.batch.leaves import batch_size, walk_leaves
 from lightning_fasttrain.core.messages import quiet_libraries
 from lightning_fasttrain.core.modules.blocks import find_blocks
 from lightning_fasttrain.core.modules.fake_mode import FakeMode
-from lightning_fasttrain.core.modules.parameters import trained_parameters
+from lightning_fasttrain.core.modules.parameters import bytes_of, trained_parameters
 from lightning_fasttrain.loss import FusedLossHead
 from lightning_fasttrain.memory.fake_step import fake_module
 from lightning_fasttrain.memory.memory_report import Moment
@@ -70,6 +70,7 @@ class LayoutPredictor:
     Attributes:
         shallow: models with few of the blocks; none where these differ, or are in several lists.
         depth: number of blocks.
+        gradient_bytes: bytes of all gradients, as far as no technique changes that; 0 if techniques were given.
         can_fuse: whether a fused loss head can be added.
         recomputed: what blocks may recompute.
     """
@@ -87,6 +88,7 @@ class LayoutPredictor:
         self.shallow, self._parent, self.depth = _make_shallow(net)
         # ZeRO reduces gradients by buckets: with several blocks in each, a step is not in proportion to the blocks.
         self._fills_buckets = _count_weights(self.shallow) >= ZeROSizes.reduce_bucket
+        self.gradient_bytes = 0 if techniques else _count_gradient_bytes(net, given["precision"])
         self._known: dict[tuple[Layout, bool], PredictedLayout] = {}
         facts, given_kinds = add_model(Facts("cuda"), net), {type(one) for one in techniques}
         has_logits = count_batch(batch)[1] > 0 and FusedLossHead.why_not(facts) is None
@@ -250,3 +252,10 @@ def _count_weights(shallow: Sequence[nn.Module]) -> int:
         return 0
     least, most = (sum(map(Tensor.numel, trained_parameters(net))) for net in shallow)
     return most - least
+
+
+def _count_gradient_bytes(net: nn.Module, precision: str) -> int:
+    trained = trained_parameters(net)
+    if precision in ("bf16-true", "16-true"):
+        return 2 * sum(map(Tensor.numel, trained))
+    return bytes_of(trained)

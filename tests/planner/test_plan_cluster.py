@@ -1,6 +1,7 @@
 """Plans for clusters: the best of all layouts, as predicted directly, and refusals that name what works."""
 
 import json
+from contextlib import suppress
 from dataclasses import replace
 
 import lightning as L
@@ -203,6 +204,38 @@ def test_zero_is_predicted_on_few_blocks_where_the_gradients_of_one_fill_a_bucke
     given = {**STEP, "precision": "bf16-mixed", "machine": machine_of(2**30)}
     predictor = LayoutPredictor(net, torch.zeros(1, WIDTH), [], given, lambda said: None)
     assert predictor.predict(Layout("zero-2", devices=4), exact=False).exact is not trains_weights
+
+
+def test_what_is_predicted_first_is_as_what_is_predicted_again():
+    # FSDP2 sums the gradients of micro-batches by operators on sharded tensors, whose shapes are found only once.
+    width = 1096  # of no other test
+    net = fake_module(lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(width, 8, dropout=0.0), 2), FakeMode())
+    given = {**STEP, "precision": "bf16-mixed", "machine": machine_of(640)}
+    layout = Layout("fsdp2", devices=4, tensor_parallel=2, micro_batch=8, accumulate=2)
+    points = []
+    for _ in range(2):
+        predictor = LayoutPredictor(net, torch.zeros(8, width), [], given, lambda said: None)
+        points.append(predictor._run(net, layout, warms_up=False)[0])
+    assert points[0] == points[1]
+
+
+@pytest.mark.parametrize(("mib", "sums"), [(200, True), (190, False)])
+def test_layouts_whose_sums_of_gradients_alone_do_not_fit_are_not_predicted(mib, sums):
+    considered = []
+    with suppress(ValueError):
+        planned(
+            lambda: nn.Sequential(*[nn.Linear(WIDTH, 2**14, bias=False) for _ in range(12)]),  # 192 MiB of gradients
+            samples=512,
+            machine=machine_of(mib),
+            devices=64,
+            nodes=8,
+            precision="32-true",
+            loss=lambda net, x: sum(layer(x).sum() for layer in net),
+            tell=considered.append,
+        )
+    split = [said for said in considered if "FSDP2, " in said and "batches of" in said]
+    assert any("reduced each" in said for said in split)
+    assert any("reduced each" not in said and "parallel" not in said for said in split) is sums
 
 
 class Manual(L.LightningModule):
