@@ -175,6 +175,7 @@ def _try(trial_step: TrialStep, sample: Sample, precision: str, moved: Sequence[
         unmoved: Sequence[str] = ()
         if trial_step.gradients and trial_step.in_turn and not moved:
             unmoved = state.list_unchanged_writes()
+        state.copy_if_small()
         trial = None if unmoved else _try_micro_batches(trial_step, mode, state, sample, whole)
     if trial is None:
         return _try(trial_step, sample, precision, unmoved)
@@ -356,6 +357,7 @@ def run_again(trial_step: TrialStep, trial: Trial, micro_batch: int | None = Non
     sample = trial.sample
     batch, rows = (sample.whole, None) if micro_batch is None else sample.cuttings[0][micro_batch]
     with _undone(trial_step, trial.precision, trial.moved) as state:
+        state.copy_if_small()
         run = _run_once(trial_step, DeterministicStep(trial.precision), batch, rows, sample.size)
         run.left = _read_state(trial_step, state)
         return run
