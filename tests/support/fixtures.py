@@ -58,6 +58,7 @@ def _modes_of_the_gpu_are_put_back(request):
 
 
 _SEEDS = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")  # of Lightning, which seeds each rank by them
+_CURRENT_TEST = "PYTEST_CURRENT_TEST"  # with its phase
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +70,7 @@ def _nothing_distributed_stays():
     yield
     if dist.is_initialized() and not grouped:
         dist.destroy_process_group()
+    environment[_CURRENT_TEST] = os.environ[_CURRENT_TEST]
     if os.environ != environment:
         os.environ.clear()
         os.environ.update(environment)

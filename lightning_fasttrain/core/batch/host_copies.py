@@ -138,6 +138,10 @@ class Transfers(TorchDispatchMode):
                 keep_on_host(moved, args[0])
         return result
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # it is entered where nothing is compiled, and the guard against it takes 50 µs for each operator
+
 
 def _list_tensors_on(device_type: str, tree: object) -> list[Tensor]:
     return [leaf for leaf in tree_iter(tree) if isinstance(leaf, Tensor) and leaf.device.type == device_type]
