@@ -6,8 +6,8 @@ Each script of ``examples/foreign/`` is tuned in a folder of its own. What is ad
 or, where a program cannot change the script, by its own command line, and run in turn with the script as it is: the
 time of a step without its wait for data, the quickest of each turn. A row says whether that is within 10% of what tune
 said. A script ends in an answer if tune prints one and no traceback. With ``--check``, each single technique that tune
-left out is also measured in turn with what it advises: the last column is the most that any of them gains. Rows of
-other scripts in the file that is written are kept.
+left out is also measured in three turns with what it advises, and the best of them in nine more: the last column is
+the most that any of these gains, with an interval. Rows of other scripts in the file that is written are kept.
 """
 
 import argparse
@@ -46,6 +46,7 @@ SCRIPTS = sorted(file.stem for file in FOLDER.glob("*.py"))
 PRECISION = {"hydra_template": "+trainer.precision={}"}  # the command line of a script that makes no call of Trainer
 ADDED = "FASTTRAIN_FOREIGN"  # in the environment: Python that makes the techniques
 WARMUP, FEWEST, MOST, SECONDS = 4, 5, 60, 3.0
+TURNS, FINAL_TURNS, FINALISTS = 3, 9, 3  # of single techniques
 
 
 class TimeSteps(L.Callback):
@@ -134,16 +135,26 @@ class CheckSingles(TuneAndEnd):
             watch = Stopwatch(module, batch, {"accelerator": "cpu"})
             others = [replace(advised, **{axis: word}) for axis, words in axes.words.items() for word in words[1:]]
             others += [replace(advised, parts=parts) for parts in axes.parts[1:4]]
-            times = {one: [] for one in dict.fromkeys([advised, *others]) if isinstance(one.recompute, str)}
-            for _ in range(3):
-                for one in list(times):
-                    tuning.progress.say(str(one))
-                    try:
-                        times[one].append(watch.time(one).ms)
-                    except Exception:
-                        del times[one]  # it cannot be used beside the others
-        gains = {str(one): compare_times(ms, times[advised]).value for one, ms in times.items() if one != advised}
-        end_script(True, {"ok": True, "gains": gains})
+            others = [one for one in dict.fromkeys(others) if isinstance(one.recompute, str) and one != advised]
+            first = gains_beside(advised, others, watch, TURNS, tuning)
+            best = sorted(first, key=lambda one: first[one][0], reverse=True)[:FINALISTS]
+            final = gains_beside(advised, best, watch, FINAL_TURNS, tuning)
+        gains, finals = ({str(one): gain for one, gain in found.items()} for found in (first, final))
+        end_script(True, {"ok": True, "gains": {"first": gains, "final": finals}})
+
+
+def gains_beside(advised, others, watch, turns, tuning):
+    """How many times as fast each of the others is, from so many turns: the value, and its interval."""
+    times = {one: [] for one in (advised, *others)}
+    for _ in range(turns):
+        for one in list(times):
+            tuning.progress.say(str(one))
+            try:
+                times[one].append(watch.time(one).ms)
+            except Exception:
+                del times[one]  # it cannot be used beside the others
+    ratios = {one: compare_times(times[one], times[advised]) for one in others if one in times}
+    return {one: (ratio.value, ratio.low, ratio.high) for one, ratio in ratios.items()}
 
 
 def is_advised(choice, said):
@@ -177,8 +188,9 @@ def describe(row):
         applied = row["measured"]
         parts.append(f"said {value:.2f} ({low:.2f} to {high:.2f}), applied {applied['gain'][0]:.2f}")
         parts.append("within 10%" if applied["within_10_percent"] else "not within 10%")
-    if row.get("singles"):
-        parts.append(f"the best that was left out gains {max(row['singles'].values()):.2f}")
+    if row.get("singles", {}).get("final"):
+        value, low, high = max(row["singles"]["final"].values())
+        parts.append(f"the best that was left out gains {value:.2f} ({low:.2f} to {high:.2f})")
     return "; ".join([*parts, f"{row['seconds']:.0f} s"])
 
 

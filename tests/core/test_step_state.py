@@ -176,7 +176,7 @@ def test_reading_alone_changes_nothing_and_copies_no_parameter():
     with state.watch():
         model.net(torch.ones(2, 6)).sum().backward()
     assert state.changed() == []
-    assert all(held.copy is None for held in state._tensors.values() if isinstance(held.tensor, nn.Parameter))
+    assert all(held.copy is None for held in state._tensors if isinstance(held.tensor, nn.Parameter))
     versions = [parameter._version for parameter in model.parameters()]
     state.restore()
     assert [parameter._version for parameter in model.parameters()] == versions
@@ -312,6 +312,58 @@ def test_writes_that_nothing_watched_are_named_and_those_to_copies_are_restored(
         assert torch.equal(net.weight, before) is bool(copied)
         with torch.no_grad():
             net.weight.copy_(before)
+
+
+class Flat(nn.Module):
+    """Its parameters are parts of one storage, as those of an LSTM on a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        flat = torch.randn(8)
+        self.first, self.second = nn.Parameter(flat[:4]), nn.Parameter(flat[4:])
+
+
+@pytest.mark.parametrize("write", [lambda net: net.second.data.zero_(), lambda net: net.second[1:].data.zero_()])
+def test_of_several_tensors_in_one_storage_the_written_one_is_named_and_restored(write):
+    net = Flat()
+    before, state = copy.deepcopy(net.state_dict()), StepState([net])
+    with state.watch():
+        write(net)
+    assert state.changed() == ["second"]
+    state.restore()
+    assert same_values(net.state_dict(), before)
+
+
+def test_a_write_of_the_same_values_is_noted_for_the_written_tensor_alone():
+    net = Flat()
+    state = StepState([net])
+    with state.watch():
+        net.first.data.mul_(1.0)
+    assert state.list_unchanged_writes() == ["first"]
+
+
+@pytest.mark.parametrize("keep", [StepState.copy_all, StepState.copy_if_small], ids=["all", "small"])
+def test_what_is_copied_at_once_is_restored(keep):
+    net = Flat()
+    before, state = copy.deepcopy(net.state_dict()), StepState([net])
+    with state.watch():
+        net.first.data.zero_()
+        keep(state)
+        net.second.data.zero_()
+    assert state.changed() == ["first", "second"]
+    state.restore()
+    assert same_values(net.state_dict(), before)
+
+
+def test_a_large_model_stays_watched():
+    net = nn.Linear(2**11, 2**10, bias=False)
+    state = StepState([net])
+    with state.watch():
+        state.copy_if_small()
+        copied = [held.copy for held in state._tensors]
+        net.weight.data.zero_()
+    assert copied == [None]
+    assert state.changed() == ["weight"]
 
 
 def test_buffers_are_left_alone_where_only_attributes_are_asked_for():

@@ -3,7 +3,7 @@
 import inspect
 import random
 import sys
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -82,11 +82,11 @@ class StepState:
 
     def __init__(self, modules: Iterable[nn.Module], *, parameters: bool = True, buffers: bool = True) -> None:
         self.unknown: list[str] = []
-        self._sizes: dict[int, Tensor] = {}
+        self._sizes: dict[_HeldTensor, Tensor] = {}
         self._watching = ExitStack()
         self._generators = random_state()
         self._held: list[Any] = []  # each tells how it differs, and can be restored
-        self._tensors: dict[int, _HeldTensor] = {}  # by storage
+        self._tensors: list[_HeldTensor] = []  # those with memory of their own
         self._visited: dict[int, object] = {}  # kept, so that no other object takes its id
         self._with_parameters, self._with_buffers = parameters, buffers
         roots = list(dict.fromkeys(modules))
@@ -124,19 +124,19 @@ class StepState:
 
         Watching takes longer than all else in a step of small layers, some microseconds for each operator.
         """
-        rest = [held.data for held in self._tensors.values() if held.copy is None]
+        rest = [held.data for held in self._tensors if held.copy is None]
         if bytes_of(rest) <= _SMALL:
             self.copy_all()
             self._watching.close()
 
     def copy_all(self) -> None:
         """Copy parameters and large tensors, too, where :meth:`watch` sees nothing, as of compiled code."""
-        for held in self._tensors.values():
+        for held in self._tensors:
             held.keep_copy()
 
     def copy(self, names: Collection[str]) -> None:
         """Copy the parameters and large tensors of these names."""
-        for held in self._tensors.values():
+        for held in self._tensors:
             if held.name in names:
                 held.keep_copy()
 
@@ -152,24 +152,24 @@ class StepState:
         """
         sizes = self._read_sizes() if self._sizes else {}
         names: list[str] = []
-        for key, held in self._tensors.items():
-            is_resized = key in sizes and not torch.equal(sizes[key], self._sizes[key])
+        for held in self._tensors:
+            is_resized = held in sizes and not torch.equal(sizes[held], self._sizes[held])
             if held.copy is None and (is_resized or held.has_new_version):
                 names.append(held.name)
         return names
 
     @torch.no_grad()
-    def _read_sizes(self) -> dict[int, Tensor]:
-        found: dict[int, Tensor] = {}
-        for key, held in self._tensors.items():
+    def _read_sizes(self) -> "dict[_HeldTensor, Tensor]":
+        found: dict[_HeldTensor, Tensor] = {}
+        for held in self._tensors:
             if held.copy is None and held.data.is_floating_point() and type(held.tensor) in (Tensor, nn.Parameter):
-                found[key] = held.data
+                found[held] = held.data
         return dict(zip(found, torch._foreach_norm(list(found.values())), strict=True)) if found else {}
 
     def list_unchanged_writes(self) -> list[str]:
         """Return the names of tensors that were written or replaced, with about the values that they had."""
         names = []
-        for held in self._tensors.values():
+        for held in self._tensors:
             is_written = held.is_written and held.data.is_floating_point()
             if is_written and same_changes((held.before, held.before), (held.before, held.tensor.detach())):
                 names.append(held.name)
@@ -178,7 +178,7 @@ class StepState:
     def move_(self, names: Sequence[str]) -> None:
         """Change these tensors by about 1%, always in the same way; :meth:`restore` puts them back."""
         noise = torch.Generator().manual_seed(0)
-        for held in self._tensors.values():
+        for held in self._tensors:
             if held.name in names:
                 held.note_write()
                 factor = 1 + 0.01 * torch.randn(held.data.shape, generator=noise)
@@ -251,8 +251,8 @@ class StepState:
         is_large = isinstance(tensor, nn.Parameter) or tensor.nbytes >= _LARGE
         held = _HeldTensor(name, tensor, copied=not is_large)
         self._held.append(held)
-        if held.storage:
-            self._tensors.setdefault(held.storage, held)
+        if held.pointer:
+            self._tensors.append(held)
 
     def _visit_container(self, value: Any, name: str, depth: int) -> None:
         if isinstance(value, dict):
@@ -301,7 +301,6 @@ class _HeldTensor:
         self.data = tensor.detach()  # shares memory, also after another tensor was put in its place by .data
         self.requires_grad = tensor.requires_grad
         self.pointer = _pointer_of(tensor)
-        self.storage = tensor.untyped_storage()._cdata if self.pointer else 0
         self.copy = tensor.detach().clone() if copied else None
         self.version = 0 if tensor.is_inference() else tensor._version
         self.written = False
@@ -528,19 +527,22 @@ def without_compiling() -> AbstractContextManager[Any]:
 class _CopyBeforeWriting(TorchDispatchMode):
     """Copies a tensor before the first operation that writes to its storage, through whatever view.
 
-    The version of a tensor does not tell: ``parameter.data.lerp_()``, the usual way to write a teacher, leaves it.
+    The version of a tensor does not tell: ``parameter.data.lerp_()``, the usual way to write a teacher, leaves it. One
+    storage may hold several tensors, such as the weights of an LSTM on a GPU.
     """
 
-    def __init__(self, watched: Mapping[int, _HeldTensor]) -> None:
+    def __init__(self, watched: Iterable[_HeldTensor]) -> None:
         super().__init__()
-        self._watched = watched
+        self._watched: defaultdict[int, list[_HeldTensor]] = defaultdict(list)  # by storage
+        for held in watched:
+            self._watched[_storage_of(held.data)].append(held)
 
     def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.is_mutable:
             for value in tree_iter((args, kwargs)):
-                held = isinstance(value, Tensor) and self._watched.get(_storage_of(value))
-                if held:
-                    held.note_write()
+                for held in self._watched.get(_storage_of(value), ()) if isinstance(value, Tensor) else ():
+                    if _overlap(held.data, value):
+                        held.note_write()
         with torch._C.DisableTorchFunction():  # function modes have seen what the step called, and come before this
             return func(*args, **(kwargs or {}))
 
@@ -564,6 +566,21 @@ def _storage_of(tensor: Tensor) -> int:
         return tensor.untyped_storage()._cdata
     except (RuntimeError, NotImplementedError):
         return 0
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Return whether the memory between the first and the last element of two tensors of one storage overlaps."""
+    (start, end), (other_start, other_end) = map(_span_of, (one, other))
+    return start < other_end and other_start < end
+
+
+def _span_of(tensor: Tensor) -> tuple[int, int]:
+    """Return the first byte in its storage that a tensor takes, and the one after the last."""
+    start = tensor.storage_offset() * tensor.element_size()
+    if not tensor.numel():
+        return start, start
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.element_size()
 
 
 def _slots_of(kind: type) -> Iterator[str]:
