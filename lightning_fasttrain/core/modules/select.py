@@ -7,12 +7,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
-import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_fasttrain.core.messages import explain, list_some
+from lightning_fasttrain.core.state.values import memory_of
 
 Named = str | type[nn.Module]
 Blocks = Named | Iterable[Named]
@@ -245,7 +243,7 @@ class Sharing:
 
 def _group_by_memory(parameters: Mapping[str, nn.Parameter]) -> list[dict[str, nn.Parameter]]:
     """Return the parameters that overlap in memory with another name's, in groups; each is in the model's order."""
-    memory = {name: _memory_of(parameter) for name, parameter in parameters.items()}
+    memory = {name: memory_of(parameter) for name, parameter in parameters.items()}
     groups: list[list[str]] = []
     last, reached = 0, 0
     for name in sorted(memory, key=memory.__getitem__):
@@ -261,19 +259,6 @@ def _group_by_memory(parameters: Mapping[str, nn.Parameter]) -> list[dict[str, n
         if name in group_of:
             found.setdefault(group_of[name], {})[name] = parameter
     return list(found.values())
-
-
-def _memory_of(parameter: nn.Parameter) -> tuple[int, int, int]:
-    """Return the storage of a parameter, and its first byte there and the byte after its last."""
-    # Sharded and lazy parameters, for example, have no memory of their own to compare.
-    if is_lazy(parameter) or is_traceable_wrapper_subclass(parameter) or parameter.layout is not torch.strided:
-        return id(parameter), 0, 1
-    if not parameter.numel():
-        return id(parameter), 0, 1
-    steps = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
-    start = int(parameter.storage_offset()) * parameter.itemsize
-    # ``_cdata`` distinguishes storages on the meta device, which have no memory and a ``data_ptr()`` of 0.
-    return parameter.untyped_storage()._cdata, start, start + (int(steps) + 1) * parameter.itemsize
 
 
 Places = list[tuple[nn.Module, str, nn.Module]]

@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.data import Dataset
 
-from lightning_fasttrain.core.modules.parameters import bytes_of
 from lightning_fasttrain.core.state.rng import random_state, set_random_state
 from lightning_fasttrain.core.state.values import (
     CODE,
@@ -27,6 +26,7 @@ from lightning_fasttrain.core.state.values import (
     equal_tensors,
     is_foreign,
     is_same,
+    memory_of,
     read_generator,
     same_changes,
     same_values,
@@ -124,8 +124,7 @@ class StepState:
 
         Watching takes longer than all else in a step of small layers, some microseconds for each operator.
         """
-        rest = [held.data for held in self._tensors if held.copy is None]
-        if bytes_of(rest) <= _SMALL:
+        if sum(held.data.nbytes for held in self._tensors if held.copy is None) <= _SMALL:
             self.copy_all()
             self._watching.close()
 
@@ -533,18 +532,24 @@ class _CopyBeforeWriting(TorchDispatchMode):
 
     def __init__(self, watched: Iterable[_HeldTensor]) -> None:
         super().__init__()
-        self._watched: defaultdict[int, list[_HeldTensor]] = defaultdict(list)  # by storage
+        self._watched: defaultdict[int, list[tuple[int, int, _HeldTensor]]] = defaultdict(list)
         for held in watched:
-            self._watched[_storage_of(held.data)].append(held)
+            storage, start, end = memory_of(held.data)
+            self._watched[storage].append((start, end, held))
 
     def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.is_mutable:
-            for value in tree_iter((args, kwargs)):
-                for held in self._watched.get(_storage_of(value), ()) if isinstance(value, Tensor) else ():
-                    if _overlap(held.data, value):
-                        held.note_write()
         with torch._C.DisableTorchFunction():  # function modes have seen what the step called, and come before this
+            if func._schema.is_mutable:
+                for value in tree_iter((args, kwargs)):
+                    if isinstance(value, Tensor):
+                        self._note_write(value)
             return func(*args, **(kwargs or {}))
+
+    def _note_write(self, written: Tensor) -> None:
+        storage, start, end = memory_of(written)
+        for held_start, held_end, held in self._watched.get(storage, ()):
+            if start < held_end and held_start < end:
+                held.note_write()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -559,28 +564,6 @@ def _pointer_of(tensor: Tensor) -> int:
         return tensor.data_ptr()
     except (RuntimeError, NotImplementedError):
         return 0
-
-
-def _storage_of(tensor: Tensor) -> int:
-    try:
-        return tensor.untyped_storage()._cdata
-    except (RuntimeError, NotImplementedError):
-        return 0
-
-
-def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Return whether the memory between the first and the last element of two tensors of one storage overlaps."""
-    (start, end), (other_start, other_end) = map(_span_of, (one, other))
-    return start < other_end and other_start < end
-
-
-def _span_of(tensor: Tensor) -> tuple[int, int]:
-    """Return the first byte in its storage that a tensor takes, and the one after the last."""
-    start = tensor.storage_offset() * tensor.element_size()
-    if not tensor.numel():
-        return start, start
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + (last + 1) * tensor.element_size()
 
 
 def _slots_of(kind: type) -> Iterator[str]:

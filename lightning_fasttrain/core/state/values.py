@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _WITHOUT_FLOAT64 = ("mps", "xpu")  # Apple's GPUs, and those of Intel that are not for data centers
 # Values that never change: a step can only put another one in their place.
@@ -163,6 +165,19 @@ def equal_tensors(one: Tensor, other: Tensor) -> bool:
     if torch.equal(one, other):
         return True
     return one.is_floating_point() and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def memory_of(tensor: Tensor) -> tuple[int, int, int]:
+    """Return the storage of a tensor, and its first byte there and the byte after its last."""
+    # Sharded and lazy parameters, for example, have no memory of their own to compare.
+    if is_lazy(tensor) or is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided:
+        return id(tensor), 0, 1
+    if not tensor.numel():
+        return id(tensor), 0, 1
+    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = int(tensor.storage_offset()) * tensor.itemsize
+    # ``_cdata`` distinguishes storages on the meta device, which have no memory and a ``data_ptr()`` of 0.
+    return tensor.untyped_storage()._cdata, start, start + (int(steps) + 1) * tensor.itemsize
 
 
 def is_foreign(kind: type) -> bool:
