@@ -268,6 +268,23 @@ def test_of_equal_rivals_the_simpler_is_ranked_first_and_what_fails_is_left_out(
         measured({})
 
 
+class NoisyWatch(Watch):
+    """The first step of one choice meets other work."""
+
+    def time(self, choice):
+        slowed = 3.0 if choice == WIDE and WIDE not in self.runs else 1.0
+        timed = super().time(choice)
+        return Timed([slowed * timed.ms], slowed * timed.ms)
+
+
+@pytest.mark.parametrize(("watch", "turns"), [(Watch, 3), (NoisyWatch, 5)])
+def test_it_is_measured_until_the_gain_is_known(watch, turns):
+    watch = watch({PLAIN: 100.0, WIDE: 30.0})
+    tuning = Tuning("fit", "exact", 60.0, SimpleNamespace(say=lambda what: None), time.monotonic())
+    times = tuning.measure_in_turn(watch, [PLAIN, WIDE])
+    assert {choice: len(taken) for choice, taken in times.items()} == {PLAIN: turns, WIDE: turns}
+
+
 _SLOW = {"gain": (1.0, 0.9, 1.1), "after_bytes": 2**30}
 
 

@@ -24,13 +24,14 @@ from lightning_fasttrain.planner.plan import (
     is_decided,
     simplest_of_equals_first,
 )
-from lightning_fasttrain.planner.timing import Stopwatch
+from lightning_fasttrain.planner.timing import Stopwatch, compare_times
 from lightning_fasttrain.proof.verification.report import Verification
 from lightning_fasttrain.technique import Technique
 
 _SILENCE = 15.0  # seconds after which a line says what still runs
 SHARES = {"doctor": 0.15, "plan": 0.45}  # of the time; the rest is for measuring in turn
 _RIVALS, _FEWEST_TURNS, _MOST_TURNS = 4, 3, 8
+_SPREAD = 1.2  # of the bounds of the gain: it is known to about 10%
 
 
 class Progress(threading.Thread):
@@ -151,7 +152,7 @@ class Tuning:
         return *results[0], []
 
     def measure_in_turn(self, watch: Stopwatch, rivals: list[Choice]) -> dict[Choice, list[float]]:
-        """Measure a step of each of the choices in turn, until it is decided which one is the fastest, or time is up.
+        """Measure a step of each of the choices in turn, until the fastest and its gain are known, or time is up.
 
         Whatever slows the machine for longer than a turn cancels in the ratios of its times. After each turn the worse
         third is out, until two are left beside the first, the plain step, which stays. A choice that fails is left
@@ -167,7 +168,7 @@ class Tuning:
             racing = [rival for rival in racing if rival in times_ms]
             enough = turn + 1 >= _FEWEST_TURNS
             is_late = time.monotonic() > self.began + self.seconds
-            if not racing or (enough and (is_late or is_decided([times_ms[rival] for rival in racing]))):
+            if not racing or (enough and (is_late or _is_known({rival: times_ms[rival] for rival in racing}, plain))):
                 break
             others = [Tried(rival, 0.0, 0.0, tuple(times_ms[rival])) for rival in racing if rival != plain]
             kept = {tried.choice for tried in best_two_thirds(others)}
@@ -185,6 +186,14 @@ class Tuning:
                 del times_ms[rival]
                 if not times_ms:
                     raise
+
+
+def _is_known(times_ms: Mapping[Choice, list[float]], plain: Choice) -> bool:
+    """Return whether it is known which choice is the fastest, and what it gains on the plain step."""
+    if plain not in times_ms:
+        return is_decided(list(times_ms.values()))
+    gain = compare_times(min(times_ms.values(), key=min), times_ms[plain])
+    return gain.high <= _SPREAD * gain.low and is_decided(list(times_ms.values()))
 
 
 def list_fitting(plan: Plan) -> list[Choice]:
