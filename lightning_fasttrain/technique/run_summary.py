@@ -270,7 +270,7 @@ class RunSummary:
         self._own_end: Callable[..., Any] | None = None
         self._awaits_loss, self._awaits_missing_loss = True, divides
         self._explanation: Explanation | None = None
-        self._padding = padding_of(techniques)
+        self._padding: PaddingShare | None = None  # of the first batches, where the run is summed up
         self._idle: list[tuple[str, str]] = []
         self._begun = self._timed = (0.0, 0, 0)  # in the first batch, and after it
 
@@ -296,6 +296,7 @@ class RunSummary:
         if trainer.is_global_zero and not _is_quiet(trainer):
             self._explanation = explain_run(trainer, module, self.techniques, batch)
             say("%s", self._explanation)
+            self._padding = padding_of(self.techniques)
             if self._padding is not None:
                 return self._count_padding(trainer, module, batch, batch_idx)
         if self._own_start is not None:

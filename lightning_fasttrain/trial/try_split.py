@@ -164,7 +164,10 @@ def _try_sample(trial_step: TrialStep, sample: Sample, precision: str) -> Trial:
 
 def _try(trial_step: TrialStep, sample: Sample, precision: str, moved: Sequence[str] = ()) -> Trial:
     mode = DeterministicStep(precision)
+    sees_writes = trial_step.gradients and trial_step.in_turn and not moved
     with _undone(trial_step, precision, moved) as state:
+        if not sees_writes:
+            state.copy_if_small()
         if trial_step.gradients and _is_undecided(trial_step):  # runs before and after are not comparable
             _run_once(trial_step, mode, sample.whole, None, sample.size)
             state.restore()
@@ -172,9 +175,7 @@ def _try(trial_step: TrialStep, sample: Sample, precision: str, moved: Sequence[
         whole.left = _read_state(trial_step, state)
         whole.metrics = _read_metrics(trial_step.models)
         # A teacher that still equals its student: nothing that a step does to it would be seen.
-        unmoved: Sequence[str] = ()
-        if trial_step.gradients and trial_step.in_turn and not moved:
-            unmoved = state.list_unchanged_writes()
+        unmoved = state.list_unchanged_writes() if sees_writes else []
         state.copy_if_small()
         trial = None if unmoved else _try_micro_batches(trial_step, mode, state, sample, whole)
     if trial is None:

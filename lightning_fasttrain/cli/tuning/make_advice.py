@@ -30,7 +30,7 @@ from lightning_fasttrain.technique import Technique
 
 _SILENCE = 15.0  # seconds after which a line says what still runs
 SHARES = {"doctor": 0.15, "plan": 0.45}  # of the time; the rest is for measuring in turn
-_RIVALS, _FEWEST_TURNS, _MOST_TURNS = 4, 3, 8
+_RIVALS, _FEWEST_TURNS, _MOST_TURNS = 4, 3, 16
 _SPREAD = 1.2  # of the bounds of the gain: it is known to about 10%
 
 
