@@ -241,7 +241,8 @@ def test_plans_are_as_good_as_what_a_search_found(monkeypatch):
     rows = json.loads((ROOT / "examples" / "results" / "plan_against_search.json").read_text())["rows"]
     written = RESULTS.split("<!-- plans -->\n")[1].split("\n<!-- /plans -->")[0].splitlines()[2:]
     assert written == [as_row(row) for row in rows]
-    assert all(row["ratio"] <= 1 + max(0.05, row["noise"]) for row in rows)
+    assert len(rows) >= 6
+    assert all(value < 1.1 and low < 1.05 for value, low, _ in (row["ratio"] for row in rows))
     assert all(abs(row["predicted_gib"] / row["measured_gib"] - 1) < 0.1 for row in rows)
     assert all(row["plan_s"] < 120 for row in rows)
 

@@ -261,17 +261,15 @@ class NoiseScale:
         self._averages = torch.tensor([state["signal"], state["noise"]], dtype=torch.float64)
 
 
-def divide_noise(signal: float, noise: float) -> float:
-    """Return tr(Σ) / |G|²; infinity while noise hides the gradient."""
-    if signal > 0:
-        return noise / signal
-    return math.inf
+def _divide_noise(signal: float, noise: float) -> float | None:
+    """Return tr(Σ) / |G|²; infinity while noise hides the gradient, None before a step with finite gradients."""
+    if signal == noise == 0:
+        return None
+    return noise / signal if signal > 0 else math.inf
 
 
 def _read_samples(state: Mapping[str, Any]) -> float | None:
-    if not state.get("measured"):
-        return None
-    return divide_noise(state["signal"], state["noise"])
+    return _divide_noise(state.get("signal", 0.0), state.get("noise", 0.0))
 
 
 def _read_tokens(state: Mapping[str, Any]) -> float | None:
@@ -401,7 +399,9 @@ class GradientNoiseScale(Technique):
             reading = self._logged
         if reading is None:
             return
-        samples = divide_noise(*reading.wait())
+        samples = _divide_noise(*reading.wait())
+        if samples is None:
+            return
         found = {"gradient_noise_scale/samples": samples}
         if self._noise.tokens_per_sample:
             found["gradient_noise_scale/tokens"] = samples * self._noise.tokens_per_sample
@@ -416,12 +416,14 @@ class GradientNoiseScale(Technique):
             unwatch()
 
     def outcome(self, model: nn.Module) -> str:
-        if self.samples is None:
+        measured = self.state_dict().get("measured", 0)
+        if not measured:
             why = "each step has the gradient of one batch on one rank, and noise shows between several of them"
             return f"nothing was measured: {why}"
+        if self.samples is None:
+            return f"nothing was measured: {number_of(measured, 'step')} had no finite gradients"
         tokens = f", {self.tokens:,.0f} tokens" if self.tokens else ""
-        measured = number_of(self.state_dict()["measured"], "step")
-        return f"critical batch size about {self.samples:,.0f} samples{tokens} (from {measured})"
+        return f"critical batch size about {self.samples:,.0f} samples{tokens} (from {number_of(measured, 'step')})"
 
     def state_dict(self) -> dict[str, Any]:
         if self._noise is None:

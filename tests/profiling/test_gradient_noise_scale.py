@@ -159,13 +159,27 @@ def test_a_single_gradient_shows_no_noise():
 def test_a_step_without_number_is_left_out():
     noise = NoiseScale(net := nn.Linear(1, 1), decay=0.0)
     step = noise.watch(lambda batch: net(batch).square().mean())
-    for value in (1.0, math.nan):
+    found = []
+    for value in (math.nan, 1.0, math.nan):
         net.zero_grad()
         with noise.measure():
             for scale in (1.0, 2.0):
                 (step(torch.full((4, 1), scale * value)) / 2).backward()
-        found = noise.averages().wait()
-        assert all(map(math.isfinite, found))
+        found.append(noise.samples)
+    assert found[0] is None
+    assert math.isfinite(found[1])
+    assert found[2] == found[1]
+
+
+def test_a_run_whose_gradients_were_never_finite_says_so():
+    class Broken(ShallowLM):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) * math.nan
+
+    noise = GradientNoiseScale(every_n_steps=1)
+    fit(Broken(), lm_batches(4), [noise], accumulate_grad_batches=2)
+    assert noise.samples is None
+    assert noise.outcome(ShallowLM()) == "nothing was measured: 2 steps had no finite gradients"
 
 
 def test_a_loss_that_is_not_watched_is_refused():
