@@ -561,4 +561,5 @@ def test_what_tune_said_and_what_it_gained_is_in_the_text():
         assert re.search(rf"^\| {name} \| .* \| {re.escape(times)} \| ×{applied:.2f} \|", RESULTS, re.MULTILINE), name
         is_alone = any("on one of 2 ranks alone" in note for note in row["notes"])
         assert is_alone or abs(applied / said[0] - 1) < 0.1
+        assert all(low < 1.05 for _, low, _ in row["singles"]["final"].values()), name
     assert not any(row["traceback"] or row["files_left"] for row in rows)

@@ -289,10 +289,11 @@ class GradientNoiseScale(Technique):
     """Measures the gradient noise scale, which estimates the critical batch size of the run at its current loss.
 
     Up to about this batch size, twice the batch trains in nearly half the steps; above, it mostly costs computation:
-    see :func:`~lightning_fasttrain.estimate.cost_of_batch_size`. It grows during training. The parts of a step that are
-    compared are its micro-batches, accumulated batches and ranks; without any of these nothing is measured, nor where
-    only the backbone of a model runs in micro-batches. It is logged as ``gradient_noise_scale/samples`` and
-    ``gradient_noise_scale/tokens``. The loss must be a mean. See :class:`~lightning_fasttrain.profiling.NoiseScale`.
+    see :func:`~lightning_fasttrain.estimate.cost_of_batch_size`. It grows during training. The parts of a step that
+    are compared are its micro-batches, accumulated batches and ranks; without any of these nothing is measured, nor
+    where only the backbone of a model runs in micro-batches, nor in a step that a checkpoint cuts, where it is
+    resumed. It is logged as ``gradient_noise_scale/samples`` and ``gradient_noise_scale/tokens``. The loss must be a
+    mean. See :class:`~lightning_fasttrain.profiling.NoiseScale`.
 
     Acts between ``on_train_batch_start`` of a step's first batch and ``on_before_optimizer_step``, before gradients are
     clipped. Nothing waits for the device, and training is bitwise unchanged.
@@ -390,6 +391,15 @@ class GradientNoiseScale(Technique):
         assert self._noise is not None
         if self._noise.measured and trainer.loggers and is_time_to_log(trainer):
             self._log(trainer)
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Hook: a step that this checkpoint cuts is not measured where it is resumed: some of its parts are lost."""
+        if trainer.state.fn == "fit" and accumulation_continues(trainer):
+            checkpoint[type(self).__name__] = {"in_step": True}
+
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Hook: whether the first batch continues a step."""
+        self._in_step = checkpoint.get(type(self).__name__, {}).get("in_step", False)
 
     def _log(self, trainer: L.Trainer) -> None:
         """Log what was read since the last time, and begin to read again."""

@@ -149,6 +149,21 @@ def test_only_every_nth_step_is_measured():
     assert noise.state_dict()["measured"] == 3
 
 
+def test_a_step_that_was_cut_is_not_measured_where_it_is_resumed(tmp_path):
+    class SaveInside(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if batch_idx == 1:
+                trainer.save_checkpoint(tmp_path / "inside.ckpt")
+
+    whole, resumed = GradientNoiseScale(every_n_steps=1), GradientNoiseScale(every_n_steps=1)
+    settings = {"accumulate_grad_batches": 4}
+    fit(ShallowLM(), lm_batches(8), [whole, ft.ExactResume(), SaveInside()], **settings)
+    rest = trainer([resumed, ft.ExactResume()], **settings)
+    rest.fit(ShallowLM(), as_loader(lm_batches(8)), ckpt_path=tmp_path / "inside.ckpt", weights_only=True)
+    assert whole.state_dict()["measured"] == 2
+    assert resumed.state_dict()["measured"] == 1  # the second step, of which all parts are known
+
+
 def test_a_single_gradient_shows_no_noise():
     noise = GradientNoiseScale(every_n_steps=1)
     fit(ShallowLM(), lm_batches(3), [noise])
