@@ -5,7 +5,7 @@ import itertools
 import math
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -283,6 +283,7 @@ def entries_of(parameter: Tensor, gradient: Tensor | None) -> Tensor:
 
 
 _LIBRARIES = ("torch.", "lightning.")  # their functions are the same in every run
+_MOST_HELD = 64  # a step may have a whole dataset at hand
 
 
 def loss_of(output: object) -> Tensor:
@@ -300,8 +301,8 @@ def loss_of(output: object) -> Tensor:
 
 
 def models_of(step: object) -> list[nn.Module]:
-    """Return the modules that a step function reaches directly: itself, its bound object, closure variables and
-    globals, and attributes of these.
+    """Return the modules that a step function reaches: itself, its bound object, closure variables and globals, what
+    these hold as attributes or in a list or dict, and what an object that is called holds.
 
     Example:
         >>> net = nn.Linear(1, 1)
@@ -315,11 +316,11 @@ def models_of(step: object) -> list[nn.Module]:
         >>> models_of(Runner().step) == [net]
         True
     """
-    return [thing for thing in _reach(step) if isinstance(thing, nn.Module)]
+    return list(dict.fromkeys(thing for thing in _reach(step) if isinstance(thing, nn.Module)))
 
 
 def key_of(*functions: object) -> tuple[Any, ...]:
-    """Return a key that is equal for functions that do the same: the same code with the same models and helpers.
+    """Return a key that is equal for functions that do the same: the same code with the same models, helpers and flags.
 
     A function defined inside a loop is a new object in each iteration, but its code is the same. The key keeps no
     object alive.
@@ -340,28 +341,48 @@ def _reference(thing: object) -> object:
 
 
 def _reach(thing: object, depth: int = 3) -> Iterator[object]:
-    """Yield the functions and models that ``thing`` uses, itself first."""
+    """Yield the functions, models and flags that ``thing`` uses, itself first."""
     if isinstance(thing, functools.partial):
         yield from _reach_each(thing.func, *thing.args, *thing.keywords.values(), depth=depth)
     elif isinstance(thing, types.MethodType):
         yield from _reach_each(thing.__func__, thing.__self__, depth=depth)
     else:
         yield thing
-    if isinstance(thing, types.FunctionType) and depth > 0 and not (thing.__module__ or "").startswith(_LIBRARIES):
+    is_known = isinstance(thing, nn.Module) or str(getattr(thing, "__module__", "")).startswith(_LIBRARIES)
+    if depth <= 0 or is_known:
+        return
+    called = type(thing).__call__
+    if isinstance(thing, types.FunctionType):
         closed_over = [cell.cell_contents for cell in thing.__closure__ or () if _is_filled(cell)]
         named = [thing.__globals__[name] for name in thing.__code__.co_names if name in thing.__globals__]
         yield from _reach_each(*closed_over, *named, *(thing.__defaults__ or ()), depth=depth)
+    elif isinstance(called, types.FunctionType):
+        yield from _reach_each(called, *_held_by(thing), depth=depth)
 
 
 def _reach_each(*things: object, depth: int) -> Iterator[object]:
     for thing in things:
-        if callable(thing) and not isinstance(thing, type):
+        if isinstance(thing, bool | str):  # a loss may depend on it; a number often changes from step to step
+            yield thing
+        if isinstance(thing, type | types.ModuleType):
+            continue
+        if callable(thing):
             yield from _reach(thing, depth - 1)
-        elif not isinstance(thing, type | types.ModuleType):
-            # A training program's own object, such as a runner with its model.
-            for value in getattr(thing, "__dict__", {}).values():
-                if isinstance(value, nn.Module):
-                    yield value
+            continue
+        # Such as a list of models, or a training program's own object, a runner with its model.
+        for held in _held_by(thing):
+            if isinstance(held, nn.Module):
+                yield held
+
+
+def _held_by(thing: object) -> Iterable[object]:
+    """Return what a container or an object holds; of many things, the first."""
+    held: Iterable[object] = getattr(thing, "__dict__", {}).values()
+    if isinstance(thing, dict):
+        held = thing.values()
+    elif isinstance(thing, list | tuple | set):
+        held = thing
+    return itertools.islice(held, _MOST_HELD)
 
 
 def _is_filled(cell: types.CellType) -> bool:

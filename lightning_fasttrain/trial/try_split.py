@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torchmetrics import Metric
 
 from lightning_fasttrain.core.device import is_out_of_memory, return_unused_memory
@@ -329,7 +330,29 @@ def _undone(trial_step: TrialStep, precision: str, moved: Sequence[str] = ()) ->
         undo.callback(state.restore)
         # Micro-batches too: a codebook may renew more of its unused codes where there are fewer samples.
         undo.enter_context(nullcontext() if _moves_parameters(trial_step) else state.watch())
+        undo.enter_context(_restoring_others(state))
         yield state
+
+
+@contextmanager
+def _restoring_others(state: StepState) -> Iterator[None]:
+    """Restore modules that run in the context too where ``state`` does not lead to them: a step may hide its models."""
+    others: dict[nn.Module, StepState] = {}
+
+    def hold(module: nn.Module, _: object) -> None:
+        if not state.holds(module) and module not in others:
+            with torch._C.DisableTorchFunction():  # the trial may compute in another precision
+                before = StepState([module], parameters=False)  # a forward that writes to these is very rare
+                before.copy_all()
+            others.update(dict.fromkeys(module.modules(), before))
+
+    handle = register_module_forward_pre_hook(hold)
+    try:
+        yield
+    finally:
+        handle.remove()
+        for before in dict.fromkeys(others.values()):
+            before.restore_values()
 
 
 def _moves_parameters(trial_step: TrialStep) -> bool:

@@ -3,6 +3,8 @@
 import collections
 import copy
 import dataclasses
+import functools
+from types import SimpleNamespace
 
 import lightning as L
 import pytest
@@ -285,3 +287,103 @@ def test_a_parameter_that_only_few_samples_write_is_restored_after_the_trial():
     with pytest.raises(ValueError, match="the step changes 'codes'"):
         ft.micro_batching.find_count(lambda batch: module.training_step(batch, 0), next(iter(LOADER)))
     assert module.codes.tolist() == [1.0] * 4
+
+
+class CountedLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 1)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return self.linear(x).square().mean()
+
+
+class Called:
+    """A step that is an object, as one that logs or mixes in another loss."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def __call__(self, batch):
+        return self.step(batch)
+
+
+def from_list(model):
+    models = [model]
+    return lambda batch: models[0](batch)
+
+
+def from_dict(model):
+    models = {"generator": model}
+    return lambda batch: models["generator"](batch)
+
+
+def from_runner(model):
+    runner = SimpleNamespace(model=model)
+    return lambda batch: runner.model(batch)
+
+
+HOLDERS = {
+    "an object": Called,
+    "an object in another": lambda model: Called(Called(model)),
+    "a function in an object": lambda model: Called(lambda batch: model(batch)),
+    "a list": from_list,
+    "a dict": from_dict,
+    "a runner": from_runner,
+    "a partial function": lambda model: functools.partial(Called.__call__, Called(model)),
+}
+
+
+@pytest.mark.parametrize("holds", HOLDERS.values(), ids=HOLDERS)
+def test_a_model_is_found_wherever_a_step_holds_it(holds):
+    model = CountedLoss()
+    with pytest.raises(ValueError, match="the step changes 'calls'"):
+        ft.accumulate_gradients(holds(model), torch.ones(4, 6), 2)
+    assert float(model.calls) == 0
+
+
+def test_a_trial_leaves_no_trace_in_a_model_that_is_not_found():
+    model = CountedLoss()
+    models = SimpleNamespace(all=SimpleNamespace(first=SimpleNamespace(model=model)))
+    ft.accumulate_gradients(lambda batch: models.all.first.model(batch), torch.ones(4, 6), 2)
+    assert float(model.calls) == 2  # of the micro-batches
+
+
+class SumOfSquares(nn.Linear):
+    def __init__(self):
+        super().__init__(6, 1)
+
+    def forward(self, x):
+        return super().forward(x).square().sum()
+
+
+def test_steps_of_the_same_code_with_other_models_are_tried_each():
+    ft.accumulate_gradients(from_list(SumOfSquares()), torch.ones(4, 6), 2)
+    with pytest.raises(ValueError, match="the step changes 'calls'"):
+        ft.accumulate_gradients(from_list(CountedLoss()), torch.ones(4, 6), 2)
+
+
+def test_steps_of_the_same_code_with_other_flags_are_tried_each():
+    model, batch = nn.Linear(6, 1), torch.arange(24.0).view(4, 6)
+
+    def make(is_mean):
+        return lambda batch: model(batch).square().sum() / (len(batch) if is_mean else 1)
+
+    for step in map(make, [False, True]):
+        model.zero_grad()
+        ft.accumulate_gradients(step, batch, 2)
+        whole = torch.autograd.grad(step(batch), model.weight)[0]
+        torch.testing.assert_close(model.weight.grad, whole)
+
+
+def test_rounded_products_under_distillation_are_tried_without_rounding():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8))
+    distillation = ft.loss.Distillation(copy.deepcopy(model), alpha=0.5, head="2")
+    with ft.apply(model, [distillation, ft.model.LowPrecisionProducts("int8", min_features=8)]):
+        step = distillation.distil(lambda batch: F.cross_entropy(model(batch[0]), batch[1]))
+        batch = torch.randn(32, 64), torch.randint(8, (32,))
+        ft.accumulate_gradients(step, batch, 4)
+    assert all(parameter.grad is not None for parameter in model.parameters())

@@ -93,6 +93,10 @@ class StepState:
         for place, module in enumerate(roots):
             self._visit_module(module, f"{type(module).__name__}{place}" if len(roots) > 1 else "")
 
+    def holds(self, module: nn.Module) -> bool:
+        """Whether the state of a module is part of this."""
+        return id(module) in self._visited
+
     def restore(self) -> None:
         """Put everything back as it was, and the global random states."""
         self.restore_values()
