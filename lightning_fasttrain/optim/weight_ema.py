@@ -125,14 +125,14 @@ class WeightEMA(Technique):
         if since_start < 0 or since_start % self.every_n_steps:
             return
         now = _trained(model)
-        new = now.keys() - self.average.keys()
+        moving = [name for name in self.average if name in now]
+        new = [name for name in now if name not in self.average]  # in the order of the model, on all ranks
         for name in new:
             # In 16 bits, a change of a thousandth would be rounded away.
             dtype = torch.promote_types(now[name].dtype, torch.float32)
             self.average[name] = now[name].detach().to(dtype, copy=True)
         if new:
             self._ties = _names_of_ties(model)
-        moving = [name for name in self.average if name in now and name not in new]
         averages, values = self._shards_beside(now, moving)
         if moving:
             weights = [value.to(old.dtype) for old, value in zip(averages, values, strict=True)]

@@ -45,6 +45,12 @@ def test_updates_start_at_a_step_and_skip_steps():
     assert follow(WeightEMA(0.5, every_n_steps=2), [1.0, 100.0, 3.0, 100.0]).item() == 2.0
 
 
+def test_averages_are_in_the_order_of_the_model():
+    net, ema = nn.Sequential(*[nn.Linear(1, 1) for _ in range(8)]), WeightEMA()
+    ema.update(net)
+    assert list(ema.average) == [name for name, _ in net.named_parameters()]  # that of a set differs between ranks
+
+
 def test_averages_of_bfloat16_weights_keep_changes_that_bfloat16_rounds_away():
     average = follow(WeightEMA(0.999), [1.0, 2.0], torch.bfloat16)
     assert average.dtype == torch.float32
