@@ -31,11 +31,12 @@ def make_callbacks() -> list[L.Callback]:
 class ExamineAndEnd(Doctor):
     """A doctor after whose diagnosis the process ends, without the rest of the script."""
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Hook: it is a Trainer that trains, so the script's own loop is not watched any longer."""
-        for examination in _examinations:
-            examination.cancel()
-        super().on_train_start(trainer, pl_module)
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Hook: a Trainer trains, so the script has no loop of its own; a Tuner's steps come before the run's."""
+        if stage == "fit":
+            for examination in _examinations:
+                examination.cancel()
+        super().setup(trainer, pl_module, stage)
 
     def on_diagnosis(self, diagnosis: Diagnosis) -> None:
         super().on_diagnosis(diagnosis)

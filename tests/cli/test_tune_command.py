@@ -72,6 +72,12 @@ L.Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=Fa
 """
 
 
+FIND_RATE = """    from lightning.pytorch.tuner import Tuner
+    loader = torch.utils.data.DataLoader(torch.randn(4096, 32), 64)
+    Tuner(trainer).lr_find(Net(), loader, num_training=20, update_attr=False)
+"""
+
+
 @pytest.fixture
 def tuned(tmp_path, monkeypatch, capfd):
     """Run the command on a script with this source; the exit code, what it printed, and the script."""
@@ -87,8 +93,9 @@ def tuned(tmp_path, monkeypatch, capfd):
 
 
 def test_the_advice_is_measured_in_turn_verified_and_nothing_is_trained(tuned, tmp_path):
-    # A logger would create its folder before the first hook.
-    source = SCRIPT.replace("logger=False", "logger=L.pytorch.loggers.CSVLogger('.')")
+    # Steps of a Tuner are no loop of the script's own. A logger would create its folder before the first hook.
+    source = SCRIPT.replace("    trainer.fit(", f"{FIND_RATE}    trainer.fit(")
+    source = source.replace("logger=False", "logger=L.pytorch.loggers.CSVLogger('.')")
     code, printed, script = tuned(source, "--json", "--memory", "0.0012", "--keep", "exact")
     found = json.loads(printed.out)
     assert code == 0

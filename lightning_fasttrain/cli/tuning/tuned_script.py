@@ -118,13 +118,18 @@ class TuneAndEnd(RehearseAndEnd):
         super().__init__()
         self.orders = memory, keep, seconds
 
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Hook: a Trainer trains, so the script has no loop of its own; a Tuner's steps come before the run's."""
+        if stage == "fit":
+            for loop in TunedLoop.running:
+                loop.examination.cancel()
+        super().setup(trainer, pl_module, stage)
+
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: watch, plan and verify, and end the process."""
         ranks = trainer.world_size
         if not trainer.is_global_zero:
             end_process(0, for_all=False)
-        for loop in TunedLoop.running:
-            loop.examination.cancel()
         if dist.is_initialized():
             dist.destroy_process_group()  # the others have ended, and nothing may wait for them
         try:
