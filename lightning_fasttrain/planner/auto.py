@@ -3,8 +3,8 @@
 import hashlib
 import itertools
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -23,7 +23,7 @@ from lightning_fasttrain.core.safe_load import read_json
 from lightning_fasttrain.planner.candidates import Choice
 from lightning_fasttrain.planner.make_plan import make_plan
 from lightning_fasttrain.planner.plan import Plan
-from lightning_fasttrain.proof.rehearsal.context import combine, reading_ahead
+from lightning_fasttrain.proof.rehearsal.context import combine, length_of, reading_ahead
 from lightning_fasttrain.technique import Capability, Exactness, Technique
 from lightning_fasttrain.technique.technique import needs_an_object, techniques_of
 
@@ -215,15 +215,18 @@ def count_batches(trainer: L.Trainer, loader: Any) -> int:
 
     Where neither ``max_steps`` nor the length of the epochs limits it, it is a large number.
     """
-    limits = [_ENDLESS]
+    limits: list[float] = [_ENDLESS]
     if trainer.max_steps >= 0:
         limits.append(trainer.max_steps * trainer.accumulate_grad_batches)
     if trainer.max_epochs is not None and trainer.max_epochs >= 0:
-        share = trainer.limit_train_batches
-        with suppress(TypeError, NotImplementedError):  # a loader without a length
-            batches = min(share, len(loader)) if isinstance(share, int) else int(share * len(loader))
+        share, batches = trainer.limit_train_batches, length_of(loader)
+        if isinstance(share, int):
+            batches = min(share, batches)
+        elif batches < math.inf:
+            batches = int(share * batches)
+        if batches < math.inf:
             limits.append(trainer.max_epochs * batches)
-    return max(1, min(limits))
+    return max(1, int(min(limits)))
 
 
 def first_batch(loader: object) -> Any:

@@ -12,6 +12,7 @@ import lightning as L
 import pytest
 import torch
 import yaml
+from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -389,6 +390,18 @@ def test_auto_plans_once_trains_the_same_and_keeps_the_plan(tmp_path):
 )
 def test_the_batches_of_a_run_are_counted_before_it(settings, batches):
     assert count_batches(trainer(**{"max_epochs": None, **settings}), as_loader(lm_batches(5))) == batches
+
+
+@pytest.mark.parametrize(("mode", "batches"), [("min_size", 3), ("max_size", 5), ("sequential", 8), (None, 5)])
+def test_the_batches_of_several_loaders_are_counted_as_lightning_combines_them(mode, batches):
+    loaders = {"labeled": as_loader(lm_batches(5)), "unlabeled": as_loader(lm_batches(3))}
+    given = CombinedLoader(loaders, mode) if mode else loaders
+    assert count_batches(trainer(max_epochs=2), given) == 2 * batches
+
+
+@pytest.mark.parametrize(("settings", "batches"), [({"limit_train_batches": 4}, 8), ({}, 10**9)])
+def test_a_loader_without_a_length_is_counted_as_far_as_it_is_limited(settings, batches):
+    assert count_batches(trainer(max_epochs=2, **settings), (batch for batch in lm_batches(9))) == batches
 
 
 def test_a_short_run_is_not_measured_and_a_longer_one_plans_again(tmp_path):

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 
 import lightning as L
 from lightning.fabric.utilities.apply_func import apply_to_collection
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -102,6 +104,17 @@ class Sample:
 def combine(loader: object) -> CombinedLoader:
     """Return a loader, or a collection of loaders, as Lightning combines them for training."""
     return loader if isinstance(loader, CombinedLoader) else CombinedLoader(loader, "max_size_cycle")
+
+
+def length_of(loader: object) -> float:
+    """Return the number of batches of an epoch from a loader, or a collection of loaders; infinity where it is unknown.
+
+    Lightning's ``CombinedLoader`` has a length only while it is iterated over.
+    """
+    loaders = combine(loader)
+    known = map(sized_len, loaders.flattened)
+    lengths = [math.inf if length is None else float(length) for length in known]
+    return {"min_size": min, "sequential": sum}.get(loaders._mode, max)(lengths)
 
 
 @contextmanager
