@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from lightning_fasttrain.doctor.diagnosis import Diagnosis
+from lightning_fasttrain.doctor.findings import run_costs
 from lightning_fasttrain.doctor.findings.run_costs import find_padding, find_run_costs
 from lightning_fasttrain.doctor.observation.operator_costs import ATTENTION, LOGITS, PRODUCTS, REST, OperatorCosts
 from lightning_fasttrain.doctor.observation.operator_watch import OperatorWatch
@@ -103,6 +104,17 @@ def test_memory_that_is_given_back_in_each_step_costs_what_the_system_works():
     assert returned() == []
     watch.faults.counts, watch.faults.system_ms = [100, 100, 100], [18.0, 20.0, 22.0]  # the system does something else
     assert returned() == []
+
+
+def test_a_first_collection_of_garbage_is_no_rate(monkeypatch):
+    monkeypatch.setattr(run_costs, "find_only_call", lambda *_, **__: None)  # the tests call gc.collect() themselves
+    watch = Watch(torch.device("cpu"), 6, 1)
+    measured = Measured([{"step": 100.0, "forward": 40.0, "backward": 50.0}] * 3, {})
+    kinds = lambda: [one.kind for one in find_run_costs(watch, measured)]  # noqa: E731
+    watch.actions["garbage collection"] = [0.3]  # due to what was imported and compiled
+    assert "garbage_collection" not in kinds()
+    watch.actions["garbage collection"] = [0.3, 0.3]
+    assert "garbage_collection" in kinds()
 
 
 GIVES_MEMORY_BACK = """

@@ -172,16 +172,19 @@ def _find_callbacks(watch: Watch) -> Iterator[Finding]:
 
 
 def _find_collections(watch: Watch, measured: Measured) -> Iterator[Finding]:
-    seconds = watch.actions.get("garbage collection")
-    cost = cost_of_calls(seconds or [], watch.counted)
-    if seconds and cost.value >= _LEAST_SHARE * measured.step_ms:
-        times, each = number_of(len(seconds), "full garbage collection"), format_ms(1e3 * sum(seconds) / len(seconds))
-        what = f"{times} of Python in {watch.counted} steps, of {each} ms each"
-        line = find_only_call("collect", of="gc")
-        cure = "guards.GarbageCollection(); in a loop, guards.freeze_survivors() before it"
-        if line is not None:
-            cure = "Remove it, or do it once an epoch: what nothing refers to is freed without it"
-        yield Finding("garbage_collection", what, cure, _EXACT, line, cost)
+    seconds = watch.actions.get("garbage collection", [])
+    cost = cost_of_calls(seconds, watch.counted)
+    if not seconds or cost.value < _LEAST_SHARE * measured.step_ms:
+        return
+    line = find_only_call("collect", of="gc")
+    if line is None and len(seconds) == 1:  # due to what was imported and compiled; the next may be far away
+        return
+    times, each = number_of(len(seconds), "full garbage collection"), format_ms(1e3 * sum(seconds) / len(seconds))
+    what = f"{times} of Python in {watch.counted} steps, of {each} ms each"
+    cure = "guards.GarbageCollection(); in a loop, guards.freeze_survivors() before it"
+    if line is not None:
+        cure = "Remove it, or do it once an epoch: what nothing refers to is freed without it"
+    yield Finding("garbage_collection", what, cure, _EXACT, line, cost)
 
 
 def _find_returned_memory(watch: Watch, measured: Measured) -> Iterator[Finding]:
