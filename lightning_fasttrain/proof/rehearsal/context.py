@@ -111,9 +111,10 @@ def length_of(loader: object) -> float:
 
     Lightning's ``CombinedLoader`` has a length only while it is iterated over.
     """
-    loaders = combine(loader)
-    known = map(sized_len, loaders.flattened)
-    lengths = [math.inf if length is None else float(length) for length in known]
+    loaders, lengths = combine(loader), list[float]()
+    for one in loaders.flattened:
+        length = sized_len(one)
+        lengths.append(math.inf if length is None else length)
     return {"min_size": min, "sequential": sum}.get(loaders._mode, max)(lengths)
 
 
