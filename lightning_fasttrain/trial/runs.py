@@ -356,13 +356,13 @@ def _reach(thing: object, depth: int = 3) -> Iterator[object]:
         closed_over = [cell.cell_contents for cell in thing.__closure__ or () if _is_filled(cell)]
         named = [thing.__globals__[name] for name in thing.__code__.co_names if name in thing.__globals__]
         yield from _reach_each(*closed_over, *named, *(thing.__defaults__ or ()), depth=depth)
-    elif isinstance(called, types.FunctionType):
-        yield from _reach_each(called, *_held_by(thing), depth=depth)
+    elif isinstance(called, types.FunctionType):  # an object, of which flags may change as it runs
+        yield from _reach_each(called, *itertools.filterfalse(_is_flag, _held_by(thing)), depth=depth)
 
 
 def _reach_each(*things: object, depth: int) -> Iterator[object]:
     for thing in things:
-        if isinstance(thing, bool | str):  # a loss may depend on it; a number often changes from step to step
+        if _is_flag(thing):
             yield thing
         if isinstance(thing, type | types.ModuleType):
             continue
@@ -373,6 +373,11 @@ def _reach_each(*things: object, depth: int) -> Iterator[object]:
         for held in _held_by(thing):
             if isinstance(held, nn.Module):
                 yield held
+
+
+def _is_flag(thing: object) -> bool:
+    """Whether a loss is likely to depend on a value that stays; a number often changes from step to step."""
+    return isinstance(thing, bool | str)
 
 
 def _held_by(thing: object) -> Iterable[object]:

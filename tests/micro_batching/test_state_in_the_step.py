@@ -368,10 +368,14 @@ def test_steps_of_the_same_code_with_other_models_are_tried_each():
 def test_steps_of_the_same_code_with_other_flags_are_tried_each():
     model, batch = nn.Linear(6, 1), torch.arange(24.0).view(4, 6)
 
-    def make(is_mean):
-        return lambda batch: model(batch).square().sum() / (len(batch) if is_mean else 1)
+    def loss(is_mean, batch):
+        return model(batch).square().sum() / (len(batch) if is_mean else 1)
 
-    for step in map(make, [False, True]):
+    def make(is_mean):
+        return lambda batch: loss(is_mean, batch)
+
+    partials = (functools.partial(loss, is_mean) for is_mean in (False, True))
+    for step in [make(is_mean=False), make(is_mean=True), *partials]:
         model.zero_grad()
         ft.accumulate_gradients(step, batch, 2)
         whole = torch.autograd.grad(step(batch), model.weight)[0]
