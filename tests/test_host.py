@@ -63,6 +63,7 @@ NAMES = {
     "_PrefetchDataFetcher": (f"{LOOPS}.fetchers", ["core/host/loader_wrapper"]),
     "_DataLoaderIterDataFetcher": (f"{LOOPS}.fetchers", ["checkpoint/resume_state"]),
     "_MaxSizeCycle": (f"{PYTORCH}.utilities.combined_loader", ["checkpoint/resume_state"]),
+    "_mode": (f"{PYTORCH}.utilities.combined_loader", ["proof/rehearsal/context"]),
     "_consumed": (f"{PYTORCH}.utilities.combined_loader", ["checkpoint/resume_state"]),
     "_data_connector": (f"{PYTORCH}.trainer.trainer", ["core/host/loader_wrapper"]),
     "_data_fetcher": (f"{LOOPS}.fit_loop", ["core/host/loader_wrapper", "checkpoint/resume_state"]),

@@ -336,23 +336,26 @@ def _undone(trial_step: TrialStep, precision: str, moved: Sequence[str] = ()) ->
 
 @contextmanager
 def _restoring_others(state: StepState) -> Iterator[None]:
-    """Restore modules that run in the context too where ``state`` does not lead to them: a step may hide its models."""
-    others: dict[nn.Module, StepState] = {}
+    """Restore the buffers of modules that run in the context but are not part of ``state``: a step may hide them.
+
+    Not their attributes, which a step may already have changed for the time of this call, as Fabric's wrapper does.
+    """
+    copies: dict[Tensor, Tensor] = {}
+    seen: set[nn.Module] = set()
 
     def hold(module: nn.Module, _: object) -> None:
-        if not state.holds(module) and module not in others:
+        if not state.holds(module) and module not in seen:
+            seen.add(module)
             with torch._C.DisableTorchFunction():  # the trial may compute in another precision
-                before = StepState([module], parameters=False)  # a forward that writes to these is very rare
-                before.copy_all()
-            others.update(dict.fromkeys(module.modules(), before))
+                copies.update((buffer, buffer.detach().clone()) for buffer in module.buffers(recurse=False))
 
     handle = register_module_forward_pre_hook(hold)
     try:
         yield
     finally:
         handle.remove()
-        for before in dict.fromkeys(others.values()):
-            before.restore_values()
+        for buffer, before in copies.items():
+            buffer.detach().copy_(before)
 
 
 def _moves_parameters(trial_step: TrialStep) -> bool:
